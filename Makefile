@@ -1,0 +1,43 @@
+PYTHON ?= python3
+TARGET ?= tiny-qwen3-moe
+
+VENV_PYTHON := .venv/bin/python
+PIP_INSTALL := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test lint clean
+.DELETE_ON_ERROR:
+
+# Convert the bundled checkpoint once, then compare the decoding methods on a few prompts.
+demo: .venv/.base converted/$(TARGET)/manifest.json
+	$(VENV_PYTHON) -m experiments.decode --target converted/$(TARGET) --prompts experiments/prompts/demo.jsonl --out results/demo
+
+test: .venv/.test
+	$(VENV_PYTHON) -m pytest -n 2 -q
+
+lint: .venv/.test
+	$(VENV_PYTHON) -m ruff check
+	$(VENV_PYTHON) -m ruff format --check
+	$(VENV_PYTHON) -m pyright --pythonpath $(VENV_PYTHON)
+
+# Keeps results/ except the demo's.
+clean:
+	rm -rf .venv converted results/demo build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+converted/$(TARGET)/manifest.json: | .venv/.base
+	$(VENV_PYTHON) -m convert checkpoints/$(TARGET)/target converted/$(TARGET) --drafter checkpoints/$(TARGET)/drafter
+
+$(VENV_PYTHON):
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || { \
+	  echo "error: Python 3.11, 3.12 or 3.13 is needed; '$(PYTHON)' is not one (name another: make PYTHON=python3.12)" >&2; \
+	  exit 1; }
+	$(PYTHON) -m venv --clear .venv
+
+# Stamp files: an install runs again only when pyproject.toml or the interpreter changes.
+.venv/.base: pyproject.toml $(VENV_PYTHON)
+	$(PIP_INSTALL) -e .
+	@touch $@
+
+.venv/.test: pyproject.toml .venv/.base
+	$(PIP_INSTALL) -e '.[test]'
+	@touch $@

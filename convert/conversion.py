@@ -1,0 +1,186 @@
+"""The conversion: check everything, then write piece by piece, resume where a killed run stopped, rename at the end."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+from convert import qwen3_moe
+from convert.assembly import Part
+from convert.eagle3 import AuxOffset, open_drafter
+from convert.hf_config import HFConfig
+from convert.hub import TOKENIZER_FILES, local_folder
+from ecospec_jax.checkpoint import FORMAT, TOKENIZER, Manifest, PieceRecord, piece_name, save_piece, write_manifest
+from ecospec_jax.config import from_json, to_json
+from ecospec_jax.errors import UserError, reported_as_user_error
+from ecospec_jax.tokenizer import Tokenizer
+
+Progress = Callable[[list[str]], Iterable[str]]
+
+_TARGETS = {"qwen3_moe": qwen3_moe.open_target}
+_JOURNAL = "journal.json"
+
+
+def convert(
+    source: str | Path,
+    destination: Path,
+    *,
+    drafter: str | Path | None = None,
+    aux_offset: AuxOffset = "auto",
+    progress: Progress = iter,
+) -> Manifest:
+    """Converts a Hugging Face checkpoint, and an EAGLE-3 head for it, into a folder that `Decoder.load` reads.
+
+    The source is checked as a whole before anything is written. Then one piece at a time (a decoder layer, or all the rest)
+    goes into `destination.partial`, which is renamed at the end. After an interruption the same call resumes.
+
+    Args:
+        source: folder, or Hub id as a string.
+        destination: must not exist.
+        drafter: folder or Hub id of the head.
+        aux_offset: what to add to the head's list of auxiliary layers; `auto` is the meaning its dialect documents.
+        progress: wraps the list of pieces, as `rich.progress.track` does.
+    """
+    if destination.exists():
+        raise UserError(f"{destination}: already exists; remove it or choose another name")
+    target = _open_target(local_folder(source))
+    parts = [target]
+    if drafter is not None:
+        config = HFConfig.read(local_folder(drafter) / "config.json")
+        parts.append(open_drafter(config, target.config, aux_offset))
+    eos_token_ids = _eos_token_ids(target)
+    tokenizer_files = _tokenizer_files(target)
+
+    pieces = _pieces(parts)
+
+    partial = destination.with_name(f"{destination.name}.partial")
+    with reported_as_user_error(f"{partial}: cannot write", OSError):
+        journal = _resume(partial, _fingerprint(parts))
+        for file in tokenizer_files:
+            (partial / TOKENIZER).mkdir(exist_ok=True)
+            shutil.copyfile(file, partial / TOKENIZER / file.name)
+        for name in progress(list(pieces)):
+            if name not in journal.pieces:
+                part, paths = pieces[name]
+                tensors = {path: part.assemblies[path].read(part.reader) for path in paths}
+                journal.pieces[name] = save_piece(partial / name, tensors)
+                _write_journal(partial, journal)
+        manifest = Manifest(
+            format=FORMAT,
+            source=str(source),
+            drafter_source=None if drafter is None else str(drafter),
+            source_hash=_hash([[to_json(part.config) for part in parts], _digests(journal)]),
+            target=target.config,
+            drafter=parts[1].config if drafter is not None else None,
+            eos_token_ids=eos_token_ids,
+            pieces=journal.pieces,
+            versions={package: _version(package) for package in ("ecospec-jax", "jax", "flax", "orbax-checkpoint")},
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        write_manifest(partial, manifest)
+        (partial / _JOURNAL).unlink()
+        partial.rename(destination)
+    return manifest
+
+
+@dataclass(frozen=True)
+class _Journal:
+    """What an unfinished conversion has written, and of which source."""
+
+    fingerprint: str
+    pieces: dict[str, PieceRecord]
+
+
+def _resume(partial: Path, fingerprint: str) -> _Journal:
+    """The journal of an interrupted conversion of the same source, or a fresh one in an empty folder."""
+    journal = _Journal(fingerprint, {})
+    if (partial / _JOURNAL).is_file():
+        found = from_json(_Journal, json.loads((partial / _JOURNAL).read_text()), str(partial / _JOURNAL))
+        journal = found if found.fingerprint == fingerprint else journal
+    if not journal.pieces and partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True, exist_ok=True)
+    for folder in partial.glob("*/*/"):  # pieces that the journal does not know were not finished
+        if folder.relative_to(partial).as_posix() not in journal.pieces:
+            shutil.rmtree(folder)
+    _write_journal(partial, journal)
+    return journal
+
+
+def _write_journal(partial: Path, journal: _Journal) -> None:
+    new = partial / f"{_JOURNAL}.new"
+    new.write_text(json.dumps(to_json(journal)))
+    new.replace(partial / _JOURNAL)
+
+
+def _open_target(folder: Path) -> Part:
+    config = HFConfig.read(folder / "config.json")
+    model_type = config.need(str, "model_type")
+    if model_type not in _TARGETS:
+        config.refuse("model_type", f"'{model_type}' is not supported, only {', '.join(_TARGETS)}")
+    return _TARGETS[model_type](config)
+
+
+def _pieces(parts: list[Part]) -> dict[str, tuple[Part, list[str]]]:
+    """Each piece's part and parameter paths."""
+    pieces: dict[str, tuple[Part, list[str]]] = {}
+    for part in parts:
+        for path in part.assemblies:
+            pieces.setdefault(piece_name(part.role, path), (part, []))[1].append(path)
+    return pieces
+
+
+def _eos_token_ids(target: Part) -> tuple[int, ...]:
+    """From `generation_config.json`, else `config.json`: one id or several."""
+    file = target.folder / "generation_config.json"
+    configs = [HFConfig.read(file)] if file.is_file() else []
+    for config in [*configs, target.source]:
+        value = config.values.get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not ids or not all(type(token) is int and 0 <= token < target.config.vocab_size for token in ids):
+            config.refuse("eos_token_id", f"{value!r} is no token id, or list of them, of the vocabulary")
+        return tuple(ids)
+    target.source.refuse("eos_token_id", "missing, and generation_config.json has none either")
+
+
+def _tokenizer_files(target: Part) -> list[Path]:
+    """The tokenizer's files, after loading it once; none for a source without a tokenizer."""
+    folder = target.folder
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
+        return []
+    vocab_size = Tokenizer.load(folder).vocab_size
+    if vocab_size > target.config.vocab_size:
+        raise UserError(f"{folder}: the tokenizer has {vocab_size} ids, the model only {target.config.vocab_size}")
+    names = (*TOKENIZER_FILES, "generation_config.json")
+    return [folder / name for name in names if (folder / name).is_file()]
+
+
+def _fingerprint(parts: list[Part]) -> str:
+    """Tells sources apart without reading their data: configs, and each file's header, size and time of change."""
+    headers = [
+        [file, hashlib.sha256(header).hexdigest(), size, changed]
+        for part in parts
+        for file, (header, size, changed) in part.reader.headers.items()
+    ]
+    return _hash([FORMAT, [to_json(part.config) for part in parts], headers])
+
+
+def _digests(journal: _Journal) -> list[tuple[str, str]]:
+    return sorted((name, record.sha256) for name, record in journal.pieces.items())
+
+
+def _hash(values: object) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # this package, run from a clone that is not installed
+        return "not installed"

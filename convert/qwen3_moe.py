@@ -1,0 +1,93 @@
+"""Hugging Face `qwen3_moe` (FORMATS.md A.1)."""
+
+import re
+
+import jax.numpy as jnp
+import numpy as np
+
+from convert.assembly import Assembly, Part, translate
+from convert.hf_config import HFConfig
+from convert.safetensors_reader import SafetensorsReader
+from ecospec_jax.checkpoint import stored_parameters
+from ecospec_jax.config import Qwen3MoeConfig
+from ecospec_jax.errors import UserError, reported_as_user_error
+
+_NAMES = {
+    r"embedding\.weight": "model.embed_tokens.weight",
+    r"norm\.weight": "model.norm.weight",
+    r"head\.weight": "lm_head.weight",
+    r"layers\.(\d+)\.attention_norm\.weight": r"model.layers.\1.input_layernorm.weight",
+    r"layers\.(\d+)\.mlp_norm\.weight": r"model.layers.\1.post_attention_layernorm.weight",
+    r"layers\.(\d+)\.attention\.([qk])_norm\.weight": r"model.layers.\1.self_attn.\2_norm.weight",
+    r"layers\.(\d+)\.attention\.([qkvo])\.(weight|bias)": r"model.layers.\1.self_attn.\2_proj.\3",
+    r"layers\.(\d+)\.mlp\.(gate|up|down)\.weight": r"model.layers.\1.mlp.\2_proj.weight",
+    r"layers\.(\d+)\.moe\.router\.gate\.weight": r"model.layers.\1.mlp.gate.weight",
+}
+_EXPERTS = re.compile(r"layers\.(?P<layer>\d+)\.moe\.experts\.(?P<kind>gate|up|down)")
+_COMPARED_BYTES = 1 << 24
+
+
+def open_target(source: HFConfig) -> Part:
+    """Reads the config and the headers beside it, and checks that they belong together."""
+    config = _config(source)
+    reader = SafetensorsReader(source.file.parent)
+    _, stored = stored_parameters(config, jnp.dtype(jnp.float32))
+    assemblies = {path: _assembly(path, variable.get_value().shape, reader) for path, variable in stored.items()}
+    part = Part("target", source, config, reader, assemblies)
+    redundant_head = config.tie_embeddings and "lm_head.weight" in reader.tensors
+    part.check(unstored=frozenset({"lm_head.weight"} if redundant_head else ()))
+    if redundant_head:
+        _check_equal(reader, "lm_head.weight", "model.embed_tokens.weight")
+    return part
+
+
+def _config(source: HFConfig) -> Qwen3MoeConfig:
+    source.expect("hidden_act", "silu")
+    source.expect("use_sliding_window", False)
+    layers, step = source.size("num_hidden_layers"), source.size("decoder_sparse_step")
+    mlp_only = source.integers("mlp_only_layers") or ()
+    with reported_as_user_error(str(source.file), UserError):
+        return Qwen3MoeConfig(
+            vocab_size=source.size("vocab_size"),
+            hidden_size=source.size("hidden_size"),
+            num_layers=layers,
+            num_heads=source.size("num_attention_heads"),
+            num_kv_heads=source.size("num_key_value_heads"),
+            head_dim=source.size("head_dim"),
+            intermediate_size=source.size("intermediate_size"),
+            moe_intermediate_size=source.size("moe_intermediate_size"),
+            num_experts=source.size("num_experts", "num_local_experts"),
+            experts_per_token=source.size("num_experts_per_tok"),
+            norm_topk_prob=source.need(bool, "norm_topk_prob"),
+            rms_norm_eps=source.need(float, "rms_norm_eps"),
+            rope=source.rope(),
+            max_positions=source.size("max_position_embeddings"),
+            dense_layers=tuple(layer for layer in range(layers) if layer in mlp_only or (layer + 1) % step != 0),
+            tie_embeddings=source.need(bool, "tie_word_embeddings"),
+            attention_bias=source.need(bool, "attention_bias"),
+        )
+
+
+def _assembly(path: str, shape: tuple[int, ...], reader: SafetensorsReader) -> Assembly:
+    """Experts come one by one, or fused: `gate_up_proj` holds gate rows, then up rows."""
+    experts = _EXPERTS.fullmatch(path)
+    if experts is None:
+        return Assembly.whole(translate(path, _NAMES), shape)
+    prefix, kind = f"model.layers.{experts['layer']}.mlp.experts", experts["kind"]
+    if f"{prefix}.gate_up_proj" not in reader.tensors:
+        return Assembly.stacked([f"{prefix}.{expert}.{kind}_proj.weight" for expert in range(shape[0])], shape)
+    if kind == "down":
+        return Assembly.whole(f"{prefix}.down_proj", shape)
+    return Assembly.half(f"{prefix}.gate_up_proj", shape, index=("gate", "up").index(kind))
+
+
+def _check_equal(reader: SafetensorsReader, name: str, other: str) -> None:
+    first, second = reader.tensors[name], reader.tensors[other]
+    same = (first.dtype, first.shape) == (second.dtype, second.shape)
+    if same:
+        bytes_of = lambda tensor: reader.read(tensor).reshape(-1).view(np.uint8)  # noqa: E731
+        mine, others = bytes_of(name), bytes_of(other)
+        blocks = range(0, mine.size, _COMPARED_BYTES)
+        same = all(np.array_equal(mine[at : at + _COMPARED_BYTES], others[at : at + _COMPARED_BYTES]) for at in blocks)
+    if not same:
+        raise UserError(f"{first.file}: tensor {name} differs from {other}, though tie_word_embeddings is true")

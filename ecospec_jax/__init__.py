@@ -1,0 +1,8 @@
+"""Cost-aware speculative decoding for Mixture-of-Experts language models in JAX."""
+
+from ecospec_jax.config import SamplingConfig, SpecConfig
+from ecospec_jax.decoder import Decoder, GenerationResult
+from ecospec_jax.errors import UserError
+from ecospec_jax.generation import Generation
+
+__all__ = ["Decoder", "Generation", "GenerationResult", "SamplingConfig", "SpecConfig", "UserError"]

@@ -1,0 +1,250 @@
+"""Converted checkpoints: Orbax pieces and the manifest that describes them.
+
+    FOLDER/manifest.json          what the pieces must be; written last
+    FOLDER/target/layers.7/       one Orbax save a decoder layer
+    FOLDER/target/top/            the target's other parameters
+    FOLDER/drafter/top/           the drafter's
+    FOLDER/tokenizer/             as published
+
+Every piece's files are checked against the manifest before Orbax reads them, since Orbax casts dtypes silently, does not
+notice flipped bits, and reports a missing file at great length.
+"""
+
+import hashlib
+import json
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.sharding import SingleDeviceSharding
+from jaxtyping import Array
+
+from ecospec_jax.config import DrafterConfig, ModelConfig, from_json, to_json
+from ecospec_jax.errors import UserError, reported_as_user_error
+from ecospec_jax.models import DRAFTERS, TARGETS
+from ecospec_jax.models.drafter import Drafter
+from ecospec_jax.models.target import Target
+from ecospec_jax.sharding import Placement
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer"
+FLOATS = ("bfloat16", "float16", "float32")  # dtypes that weights are stored in
+_READ_BYTES = 1 << 20
+_CHUNK_BYTES = 64 << 20  # a device that holds a shard reads whole chunks
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """A stored tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file as it was written."""
+
+    size: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class PieceRecord:
+    """A piece: parameters that are stored and restored together.
+
+    Attributes:
+        sha256: over names, dtypes, shapes and bytes of the tensors.
+        tensors: by parameter path.
+        files: by path within the piece's folder.
+    """
+
+    sha256: str
+    tensors: dict[str, TensorRecord]
+    files: dict[str, FileRecord]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a converted folder holds.
+
+    Attributes:
+        format: version of this layout.
+        source, drafter_source: folder or Hub id that was converted.
+        source_hash: sha256 over the configs and the pieces' hashes.
+        eos_token_ids: tokens that end a text.
+        pieces: by folder, such as `target/layers.7`.
+        versions: of this package, jax, flax and orbax, at conversion.
+        created: date and time of the conversion, ISO 8601.
+    """
+
+    format: int
+    source: str
+    drafter_source: str | None
+    source_hash: str
+    target: ModelConfig
+    drafter: DrafterConfig | None
+    eos_token_ids: tuple[int, ...]
+    pieces: dict[str, PieceRecord]
+    versions: dict[str, str]
+    created: str
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes `manifest.json`."""
+    (folder / MANIFEST).write_text(json.dumps(to_json(manifest), indent=1) + "\n")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads and checks `manifest.json`; a folder that `python -m convert` did not finish has none."""
+    file = folder / MANIFEST
+    if not file.is_file():
+        raise UserError(f"{folder}: no {MANIFEST}, so no finished conversion; write one with 'python -m convert'")
+    with reported_as_user_error(str(file), OSError, ValueError, UserError):
+        values = json.loads(file.read_text())
+        version = values.get("format") if isinstance(values, dict) else None
+        if version != FORMAT:
+            raise UserError(f"format {version} is not {FORMAT}; convert the checkpoint again")
+        return from_json(Manifest, values, "invalid")
+
+
+def parameters(module: Any) -> dict[str, nnx.Variable]:
+    """The module's own variables by dotted path, such as `layers.7.moe.experts.gate`."""
+    return {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(nnx.state(module))}
+
+
+def stored_parameters(config: ModelConfig | DrafterConfig, dtype: jnp.dtype) -> tuple[Any, dict[str, nnx.Variable]]:
+    """A module without values, and those of its variables that a checkpoint holds (a drafter may borrow the others)."""
+    build = (TARGETS | DRAFTERS)[config.family]
+    module = nnx.eval_shape(lambda: build(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    borrowed = borrowed_parameters(config) if isinstance(config, DrafterConfig) else ()
+    return module, {path: variable for path, variable in parameters(module).items() if path not in borrowed}
+
+
+def borrowed_parameters(config: DrafterConfig) -> tuple[str, ...]:
+    """Parameters that the drafter takes from its target."""
+    owned = {"embedding.weight": config.own_embedding, "head.weight": config.own_head}
+    return tuple(path for path, own in owned.items() if not own)
+
+
+def piece_name(role: str, path: str) -> str:
+    """The piece that holds a parameter of the `target` or the `drafter`."""
+    layer = re.match(r"layers\.\d+(?=\.)", path)
+    return f"{role}/{layer[0] if layer else 'top'}"
+
+
+def save_piece(folder: Path, tensors: Mapping[str, np.ndarray]) -> PieceRecord:
+    """Saves parameters as one Orbax checkpoint, which appears at once and complete."""
+    records = {path: TensorRecord(value.dtype.name, value.shape) for path, value in sorted(tensors.items())}
+    digest = hashlib.sha256()
+    for path, record in records.items():
+        digest.update(f"{path} {record.dtype} {record.shape}\n".encode())
+        digest.update(tensors[path].reshape(-1).view(np.uint8).data)
+    options = {path: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES) for path in tensors}
+    with _checkpointer() as checkpointer:
+        checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(dict(tensors), save_args=options))
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return PieceRecord(
+        digest.hexdigest(), records, {file.relative_to(folder).as_posix(): _file_record(file) for file in files}
+    )
+
+
+def load_target(folder: Path, manifest: Manifest, dtype: jnp.dtype, placement: Placement | None = None) -> Target:
+    """Restores the target, piece by piece, straight onto the devices of `placement` (default: the first device)."""
+    module, stored = stored_parameters(manifest.target, dtype)
+    _fill(folder, manifest, "target", stored, placement)
+    return module
+
+
+def load_drafter(
+    folder: Path, manifest: Manifest, dtype: jnp.dtype, target: Target, placement: Placement | None = None
+) -> Drafter | None:
+    """Restores the drafter, if there is one; an embedding or head it does not own is the target's array itself."""
+    if manifest.drafter is None:
+        return None
+    module, stored = stored_parameters(manifest.drafter, dtype)
+    _fill(folder, manifest, "drafter", stored, placement)
+    lent, own = parameters(target), parameters(module)
+    for path in borrowed_parameters(manifest.drafter):
+        lender = lent.get(path, lent["embedding.weight"])  # a tied head is the embedding
+        own[path].set_value(lender.get_value())
+    return module
+
+
+def _checkpointer() -> ocp.Checkpointer:
+    return ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
+
+
+def _file_record(file: Path) -> FileRecord:
+    size = checksum = 0
+    with file.open("rb") as stream:
+        while block := stream.read(_READ_BYTES):
+            size, checksum = size + len(block), zlib.crc32(block, checksum)
+    return FileRecord(size, checksum)
+
+
+def _fill(
+    folder: Path, manifest: Manifest, role: str, stored: Mapping[str, nnx.Variable], placement: Placement | None
+) -> None:
+    """Gives every variable its stored value, cast to the variable's dtype."""
+    pieces: dict[str, dict[str, nnx.Variable]] = {}
+    for path, variable in stored.items():
+        pieces.setdefault(piece_name(role, path), {})[path] = variable
+    recorded = {name for name in manifest.pieces if name.startswith(f"{role}/")}
+    if unequal := recorded ^ pieces.keys():
+        raise UserError(f"{folder / MANIFEST}: pieces and config disagree on '{min(unequal)}'")
+    for name, variables in pieces.items():
+        _check_record(f"{folder / MANIFEST}: piece '{name}'", manifest.pieces[name], variables)
+        _check_files(folder / name, manifest.pieces[name])
+        for path, value in _restore(folder / name, manifest.pieces[name], variables, placement).items():
+            variables[path].set_value(value.astype(variables[path].get_value().dtype))
+
+
+def _check_record(where: str, record: PieceRecord, variables: Mapping[str, nnx.Variable]) -> None:
+    """Checks a piece's record against the parameters of the model that the config describes."""
+    if unequal := record.tensors.keys() ^ variables.keys():
+        raise UserError(f"{where} and the config disagree on tensor {min(unequal)}")
+    for path, variable in variables.items():
+        tensor, abstract = record.tensors[path], variable.get_value()
+        if tensor.shape != abstract.shape:
+            raise UserError(f"{where}: tensor {path} has shape {tensor.shape}; the config asks for {abstract.shape}")
+        allowed = FLOATS if jnp.issubdtype(abstract.dtype, jnp.floating) else (abstract.dtype.name,)
+        if tensor.dtype not in allowed:
+            raise UserError(f"{where}: tensor {path} has dtype {tensor.dtype}, which is not {' or '.join(allowed)}")
+
+
+def _check_files(folder: Path, record: PieceRecord) -> None:
+    for name, expected in record.files.items():
+        file = folder / name
+        with reported_as_user_error(f"{file}: cannot be read", OSError):
+            found = _file_record(file)
+        if found != expected:
+            raise UserError(f"{file}: the file was changed or damaged after conversion; convert the checkpoint again")
+
+
+def _restore(
+    folder: Path, record: PieceRecord, variables: Mapping[str, nnx.Variable], placement: Placement | None
+) -> dict[str, Array]:
+    """Restores a piece in its stored dtypes, each tensor in its final sharding."""
+    abstract = {}
+    for path, tensor in record.tensors.items():
+        axes = variables[path].get_metadata()["logical_axes"]
+        sharding = placement.sharding(axes, tensor.shape) if placement else SingleDeviceSharding(jax.devices()[0])
+        abstract[path] = jax.ShapeDtypeStruct(tensor.shape, jnp.dtype(tensor.dtype), sharding=sharding)
+    with _checkpointer() as checkpointer:
+        metadata = checkpointer.metadata(folder.absolute()).item_metadata.tree
+        for path, tensor in record.tensors.items():
+            found = TensorRecord(jnp.dtype(metadata[path].dtype).name, tuple(metadata[path].shape))
+            if found != tensor:
+                raise UserError(f"{folder}: tensor {path} is {found.dtype}{found.shape}, not as {MANIFEST} records it")
+        options = ocp.checkpoint_utils.construct_restore_args(abstract)
+        return checkpointer.restore(folder.absolute(), args=ocp.args.PyTreeRestore(abstract, restore_args=options))

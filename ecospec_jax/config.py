@@ -1,0 +1,231 @@
+"""Frozen configurations of targets, drafters and decoding, in one canonical form.
+
+Published checkpoints spell these in several dialects; `convert/` translates them. Every config validates itself, so an
+impossible value is refused where it is made.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar
+
+import pydantic
+
+from ecospec_jax.errors import UserError
+
+_STRICT = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=False)
+ConfigT = TypeVar("ConfigT")
+
+
+def to_json(config: Any) -> dict[str, Any]:
+    """The config as plain JSON values."""
+    return pydantic.TypeAdapter(type(config)).dump_python(config, mode="json")
+
+
+def from_json(kind: type[ConfigT], values: Any, source: str) -> ConfigT:
+    """Builds a config from JSON values; an unknown, absent or ill-typed key is a `UserError` naming `source`."""
+    try:
+        return pydantic.TypeAdapter(kind).validate_python(values)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise UserError(f"{source}: {where}: {first['msg']}") from error
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding, half-split layout; scaling as in Hugging Face `rope_scaling` (FORMATS.md A.4).
+
+    Attributes:
+        theta: base of the geometric frequencies.
+        kind: how frequencies are rescaled beyond the trained context.
+        factor: context extension factor (all kinds but `default`).
+        original_max_positions: trained context (`llama3`, `yarn`).
+        low_freq_factor, high_freq_factor: `llama3` only.
+        beta_fast, beta_slow, truncate, attention_factor, mscale, mscale_all_dim: `yarn` only.
+    """
+
+    theta: float
+    kind: Literal["default", "linear", "llama3", "yarn"] = "default"
+    factor: float = 1.0
+    original_max_positions: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = _STRICT
+
+    def __post_init__(self) -> None:
+        _require(self.theta > 0, f"rope theta must be positive, not {self.theta}")
+        _require(self.factor >= 1, f"rope factor must be at least 1, not {self.factor}")
+        if self.kind in ("llama3", "yarn"):
+            _require(self.original_max_positions is not None, f"rope kind {self.kind} needs original_max_positions")
+
+
+@dataclass(frozen=True)
+class Qwen3MoeConfig:
+    """Qwen3-MoE target (FORMATS.md A.1). Layers listed in `dense_layers` have one MLP in place of experts."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_experts: int
+    experts_per_token: int
+    norm_topk_prob: bool
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_positions: int
+    dense_layers: tuple[int, ...] = ()
+    tie_embeddings: bool = False
+    attention_bias: bool = False
+    family: Literal["qwen3_moe"] = "qwen3_moe"
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = _STRICT
+
+    def __post_init__(self) -> None:
+        _require(self.num_heads % self.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads")
+        _require(self.head_dim % 2 == 0, f"head_dim must be even, not {self.head_dim}")
+        _require(
+            1 <= self.experts_per_token <= self.num_experts,
+            f"experts_per_token {self.experts_per_token} is not in 1..{self.num_experts}",
+        )
+        _require(
+            all(0 <= layer < self.num_layers for layer in self.dense_layers),
+            f"dense_layers {self.dense_layers} are not all in 0..{self.num_layers - 1}",
+        )
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the decoder layers that have experts."""
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.dense_layers)
+
+
+ModelConfig = Qwen3MoeConfig
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """EAGLE-3 drafter head (FORMATS.md C).
+
+    Attributes:
+        target_hidden_size: width of the target's residual stream.
+        vocab_size: the target's vocabulary; drafted tokens are target ids.
+        draft_vocab_size: rows of the drafter's own head; below `vocab_size` an offset map `d2t` translates.
+        boundaries: residual-stream boundaries b in 0..L whose states are concatenated, low to high.
+        norm_before_fc: one RMSNorm over the concatenation before `fc` (`input_norm`).
+        norm_each_boundary: one RMSNorm per boundary before `fc` (`fc_norm.{i}`); excludes `norm_before_fc`.
+        norm_before_residual: the residual branch starts from the normed hidden state.
+        norm_output: the state fed to the next draft step is the final norm's output (EAGLE-3.1).
+        own_embedding: the checkpoint carries its own token embedding; otherwise the target's is used.
+        own_head: the checkpoint carries its own head; otherwise the target's is used (full vocabulary only).
+    """
+
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    boundaries: tuple[int, ...]
+    norm_before_fc: bool = False
+    norm_each_boundary: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    own_embedding: bool = False
+    own_head: bool = True
+    family: Literal["eagle3"] = "eagle3"
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = _STRICT
+
+    def __post_init__(self) -> None:
+        _require(self.num_heads % self.num_kv_heads == 0, "drafter num_heads must be a multiple of num_kv_heads")
+        _require(len(self.boundaries) > 0, "an EAGLE-3 drafter needs at least one boundary")
+        _require(
+            0 < self.draft_vocab_size <= self.vocab_size,
+            f"draft_vocab_size {self.draft_vocab_size} is not in 1..{self.vocab_size}",
+        )
+        _require(not (self.norm_before_fc and self.norm_each_boundary), "input_norm and fc_norm exclude each other")
+        _require(
+            self.own_head or self.draft_vocab_size == self.vocab_size,
+            "a drafter without its own head must draft the full vocabulary",
+        )
+        _require(
+            self.hidden_size == self.target_hidden_size or (self.own_embedding and self.own_head),
+            f"a drafter of hidden size {self.hidden_size} cannot borrow the embedding or head of a target of "
+            f"hidden size {self.target_hidden_size}",
+        )
+
+
+DrafterConfig = Eagle3Config
+
+
+@dataclass(frozen=True)
+class SpecConfig:
+    """Size of the candidate tree and of the verify tree (DESIGN.md section 2).
+
+    Attributes:
+        depth: token levels D of the candidate tree.
+        branch: children k per expanded node, and the beam width.
+        budget: candidate nodes verified beside the root; 0 verifies the root alone.
+    """
+
+    depth: int = 3
+    branch: int = 2
+    budget: int = 4
+
+    def __post_init__(self) -> None:
+        _require(self.depth >= 1, f"depth must be at least 1, not {self.depth}")
+        _require(self.branch >= 1, f"branch must be at least 1, not {self.branch}")
+        _require(
+            0 <= self.budget <= self.pool_size,
+            f"budget must be in 0..{self.pool_size} for depth {self.depth} and branch {self.branch}, not {self.budget}",
+        )
+
+    @property
+    def pool_size(self) -> int:
+        """Candidate nodes: k on the first level, k^2 on each further one."""
+        return self.branch + (self.depth - 1) * self.branch**2
+
+    @property
+    def rows(self) -> int:
+        """Rows of one verification: the root and `budget` nodes."""
+        return 1 + self.budget
+
+    @property
+    def max_emitted(self) -> int:
+        """Most tokens one verification can emit: the longest accepted path and the bonus token."""
+        return 1 + min(self.depth, self.budget)
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """How a token is drawn from the target's logits; the same for plain and speculative decoding.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: then keep the smallest set of most likely tokens whose probability reaches p; 1 keeps all.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require(self.temperature >= 0, f"temperature must not be negative, not {self.temperature}")
+        _require(self.top_k >= 0, f"top_k must not be negative, not {self.top_k}")
+        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}")

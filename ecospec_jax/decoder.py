@@ -1,0 +1,305 @@
+"""The library's front door: load a converted model, generate and stream text with any method."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from ecospec_jax.checkpoint import load_drafter, load_target, read_manifest
+from ecospec_jax.config import DrafterConfig, ModelConfig, SamplingConfig, SpecConfig
+from ecospec_jax.decoding import Program, StepPlan, Weights
+from ecospec_jax.errors import UserError
+from ecospec_jax.generation import Answer, Batch, Generation, bucket
+from ecospec_jax.methods import get_method
+from ecospec_jax.metrics import DecodeStats
+from ecospec_jax.models import DRAFTERS, TARGETS
+from ecospec_jax.models.drafter import Drafter
+from ecospec_jax.models.target import Target
+from ecospec_jax.profiling import StageProfiler
+from ecospec_jax.sharding import Placement
+from ecospec_jax.tokenizer import Tokenizer
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[Message] | Sequence[int]
+STEPS_PER_CALL = 32
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """Answers in the order of the prompts, and the figures of all batches together."""
+
+    generations: tuple[Generation, ...]
+    stats: DecodeStats
+
+    @property
+    def texts(self) -> list[str]:
+        """The answers' texts."""
+        return [generation.text for generation in self.generations]
+
+
+def default_dtype() -> jnp.dtype:
+    """The dtype models compute in unless asked otherwise: float32 on CPU, bfloat16 on accelerators."""
+    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+
+
+class Decoder:
+    """A target with its drafter and tokenizer, ready to generate."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        *,
+        eos_ids: tuple[int, ...],
+        tokenizer: Tokenizer | None = None,
+    ) -> None:
+        """Wraps models that are already loaded; `Decoder.load` is the usual way in."""
+        _enable_compilation_cache()
+        self.target, self.drafter, self.tokenizer, self.eos_ids = target, drafter, tokenizer, eos_ids
+        self._target_def, target_state = nnx.split(target)
+        self._drafter_def, drafter_state = (None, None) if drafter is None else nnx.split(drafter)
+        self._weights = Weights(target_state, drafter_state)
+        self._programs: dict[tuple, Program] = {}
+
+    @staticmethod
+    def load(
+        folder: str | Path,
+        *,
+        drafter: str | Path | None = None,
+        dtype: jnp.dtype | str | None = None,
+        placement: Placement | None = None,
+    ) -> "Decoder":
+        """Loads what `python -m convert` wrote.
+
+        Args:
+            folder: holds `manifest.json`, the target, a drafter if one was converted, the tokenizer.
+            drafter: another converted folder to take the drafter from.
+            dtype: compute dtype of target and drafter; `default_dtype()` if not given.
+            placement: devices and layout; one device if not given.
+
+        Raises:
+            UserError: the folder is incomplete or does not match its manifest.
+        """
+        folder = Path(folder)
+        manifest = read_manifest(folder)
+        compute = default_dtype() if dtype is None else jnp.dtype(dtype)
+        target = load_target(folder, manifest, compute, placement)
+        head_folder = folder if drafter is None else Path(drafter)
+        head_manifest = manifest if drafter is None else read_manifest(head_folder)
+        head = load_drafter(head_folder, head_manifest, compute, target, placement)
+        tokenizer = Tokenizer.load(folder / "tokenizer") if (folder / "tokenizer").is_dir() else None
+        return Decoder(target, head, eos_ids=manifest.eos_token_ids, tokenizer=tokenizer)
+
+    @staticmethod
+    def with_random_weights(
+        target: ModelConfig, drafter: DrafterConfig, *, dtype: jnp.dtype | str | None = None, seed: int = 0
+    ) -> "Decoder":
+        """Models of the given shapes with random weights, to time them; prompts are token ids."""
+        compute = default_dtype() if dtype is None else jnp.dtype(dtype)
+        target_class, drafter_class = TARGETS[target.family], DRAFTERS[drafter.family]
+        return Decoder(
+            target_class(target, dtype=compute, rngs=nnx.Rngs(seed)),
+            drafter_class(drafter, dtype=compute, rngs=nnx.Rngs(seed + 1)),
+            eos_ids=(),
+        )
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """What the target computes in."""
+        return self.target.dtype
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt] | str,
+        *,
+        method: str = "likelihood",
+        spec: SpecConfig = SpecConfig(),
+        sampling: SamplingConfig = SamplingConfig(),
+        seed: int | Sequence[int] = 0,
+        max_new_tokens: int = 128,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+        batch_size: int = 1,
+        capacity: int | None = None,
+        on_text: Callable[[str], None] | None = None,
+    ) -> GenerationResult:
+        """Answers every prompt.
+
+        Args:
+            prompts: each a user's message (the tokenizer's chat template is applied), a list of chat messages
+                `{"role", "content"}`, or a list of token ids.
+            method: `ar` for plain decoding, or a speculative method; see `ecospec_jax.methods`.
+            spec: size of the trees.
+            sampling: temperature 0 is greedy.
+            seed: one seed, combined with each prompt's index; or one seed a prompt, used as it is.
+            max_new_tokens: most tokens to generate for each prompt.
+            stop: strings that end an answer; the text is cut before them.
+            ignore_eos: go on after an end-of-sequence token.
+            batch_size: prompts decoded together. The tokens do not depend on it.
+            capacity: cache slots; the smallest bucket that fits if not given.
+            on_text: called with each piece of text as it is committed; for batch size 1.
+
+        Raises:
+            UserError: a prompt that is empty, too long or not in the vocabulary, or an impossible option.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if not prompts:
+            raise UserError("there are no prompts")
+        if batch_size < 1:
+            raise UserError(f"batch size must be at least 1, not {batch_size}")
+        if on_text is not None and batch_size != 1:
+            raise UserError("on_text needs batch size 1")
+        encoded = [self.encode(prompt) for prompt in prompts]
+        program = self.program(method, spec, sampling, ignore_eos=ignore_eos)
+        capacity = self._capacity(encoded, max_new_tokens, program.plan, capacity)
+        seeds = _seeds(seed, len(prompts))
+        generations: list[Generation] = []
+        stats: list[DecodeStats] = []
+        for first in range(0, len(encoded), batch_size):
+            part = slice(first, first + batch_size)
+            batch = Batch(
+                program,
+                self._weights,
+                encoded[part],
+                seeds[part],
+                max_new_tokens=max_new_tokens,
+                capacity=capacity,
+                batch_size=batch_size,
+            )
+            answers = [Answer(self.tokenizer, stop, program.plan.eos_ids) for _ in encoded[part]]
+            if on_text is None:
+                deque(batch.run(answers, STEPS_PER_CALL), maxlen=0)
+            else:
+                for piece in batch.stream(answers[0]):
+                    on_text(piece)
+            generations += [answer.result() for answer in answers]
+            stats.append(batch.stats())
+        return GenerationResult(tuple(generations), sum(stats[1:], start=stats[0]))
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        method: str = "likelihood",
+        spec: SpecConfig = SpecConfig(),
+        sampling: SamplingConfig = SamplingConfig(),
+        seed: int = 0,
+        max_new_tokens: int = 128,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+    ) -> Iterator[str]:
+        """Yields the answer's text as it is committed; arguments as for `generate`."""
+        if self.tokenizer is None:
+            raise UserError("streaming text needs a tokenizer; this model was converted without one")
+        encoded = [self.encode(prompt)]
+        program = self.program(method, spec, sampling, ignore_eos=ignore_eos)
+        batch = Batch(
+            program,
+            self._weights,
+            encoded,
+            _seeds(seed, 1),
+            max_new_tokens=max_new_tokens,
+            capacity=self._capacity(encoded, max_new_tokens, program.plan, None),
+            batch_size=1,
+        )
+        yield from batch.stream(Answer(self.tokenizer, stop, program.plan.eos_ids))
+
+    def stage_milliseconds(
+        self,
+        prompt: Prompt,
+        *,
+        method: str = "likelihood",
+        spec: SpecConfig = SpecConfig(),
+        sampling: SamplingConfig = SamplingConfig(),
+        batch_size: int = 1,
+        steps: int = 20,
+    ) -> dict[str, float]:
+        """Median milliseconds of each stage of a step, `batch_size` times the same prompt; see `profiling`."""
+        encoded = [self.encode(prompt)] * batch_size
+        program = self.program(method, spec, sampling, ignore_eos=True)
+        room = self.target.config.max_positions - len(encoded[0])
+        new_tokens = min(room, (steps + 1) * program.plan.spec.max_emitted + 1)
+        batch = Batch(
+            program,
+            self._weights,
+            encoded,
+            _seeds(0, batch_size),
+            max_new_tokens=new_tokens,
+            capacity=self._capacity(encoded, new_tokens, program.plan, None),
+            batch_size=batch_size,
+        )
+        return StageProfiler(program.plan).milliseconds(self._weights, batch.state, steps)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt, checked against the vocabulary."""
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        if len(prompt) == 0:
+            raise UserError("a prompt is empty")
+        messages = [part for part in prompt if isinstance(part, Mapping)]
+        if messages:
+            if self.tokenizer is None:
+                raise UserError("a text prompt needs a tokenizer; this model was converted without one")
+            return self.tokenizer.encode_chat(messages)
+        ids = [int(token) for token in prompt if not isinstance(token, Mapping)]
+        vocabulary = self.target.config.vocab_size
+        outside = [token for token in ids if not 0 <= token < vocabulary]
+        if outside:
+            raise UserError(f"token id {outside[0]} is not in the vocabulary of {vocabulary}")
+        return ids
+
+    def program(self, method: str, spec: SpecConfig, sampling: SamplingConfig, *, ignore_eos: bool = False) -> Program:
+        """The compiled step of a method; kept for the next call."""
+        chosen = get_method(method)
+        if chosen.drafts and self.drafter is None:
+            raise UserError(f"method '{method}' needs a drafter; this model was converted without one")
+        if not chosen.drafts:
+            spec = SpecConfig(depth=1, branch=1, budget=0)
+        eos_ids = () if ignore_eos else self.eos_ids
+        key = (method, spec, sampling, eos_ids)
+        if key not in self._programs:
+            drafter_def = self._drafter_def if chosen.drafts else None
+            self._programs[key] = Program(
+                StepPlan(self._target_def, drafter_def, chosen.policy, spec, sampling, eos_ids)
+            )
+        return self._programs[key]
+
+    def check_fits(self, prompt: Prompt, max_new_tokens: int, where: str) -> None:
+        """Raises a `UserError` that begins with `where` if prompt and answer exceed the model's context."""
+        length, context = len(self.encode(prompt)), self.target.config.max_positions
+        if length + max_new_tokens > context:
+            raise UserError(
+                f"{where}: {length} prompt tokens and {max_new_tokens} new ones exceed the model's context of {context}"
+            )
+
+    def _capacity(self, encoded: list[list[int]], max_new_tokens: int, plan: StepPlan, asked: int | None) -> int:
+        if max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
+        for index, ids in enumerate(encoded):
+            self.check_fits(ids, max_new_tokens, f"prompt {index}")
+        longest = max(len(ids) for ids in encoded)
+        least = max(longest + max_new_tokens + plan.scratch_slots(), bucket(longest))
+        if asked is not None and asked < least:
+            raise UserError(f"a cache of {asked} slots is too small: prompts and new tokens need {least}")
+        return bucket(least) if asked is None else asked
+
+
+def _seeds(seed: int | Sequence[int], prompts: int) -> list[tuple[int, int]]:
+    """(seed, sequence index) of each prompt: one seed for all, told apart by index, or a seed each."""
+    if isinstance(seed, int):
+        return [(seed, index) for index in range(prompts)]
+    if len(seed) != prompts:
+        raise UserError(f"{len(seed)} seeds for {prompts} prompts")
+    return [(one, 0) for one in seed]
+
+
+def _enable_compilation_cache() -> None:
+    """Keeps compiled programs across runs, unless the user has chosen a place for them (or none) already."""
+    if jax.config.read("jax_compilation_cache_dir") is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+        jax.config.update("jax_compilation_cache_dir", str(home / "ecospec_jax" / "xla"))

@@ -1,0 +1,280 @@
+"""One decoding step in four stages, and the loop around it.
+
+    draft -> select -> verify -> commit
+
+Plain decoding is the same step with an empty tree, so every method runs the same kernels in the same form of loop. All
+functions are pure: a `StepPlan` (static) and `Weights` say what runs, a `DecodeState` goes in and comes out.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from ecospec_jax.cache import KVCache, Rows, commit_path
+from ecospec_jax.config import SamplingConfig, SpecConfig
+from ecospec_jax.metrics import Counters, distinct_experts
+from ecospec_jax.models.drafter import Drafter
+from ecospec_jax.models.target import Target, TargetOutput
+from ecospec_jax.selection import Policy
+from ecospec_jax.tree import CandidateTree, Selection, VerifyTree, empty_tree, expand_tree, verify_tree
+from ecospec_jax.verification import accept_path, draw_tokens
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a step does; hashable, one compilation each. Without a drafter, decoding is plain."""
+
+    target: nnx.GraphDef
+    drafter: nnx.GraphDef | None
+    policy: Policy
+    spec: SpecConfig
+    sampling: SamplingConfig
+    eos_ids: tuple[int, ...]
+
+    def scratch_slots(self) -> int:
+        """Cache slots that a step may write behind the committed tokens."""
+        return max(self.spec.rows, self.spec.max_emitted, (self.spec.depth - 1) * self.spec.branch)
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Weights:
+    """Parameters of the models that a plan names."""
+
+    target: nnx.State
+    drafter: nnx.State | None
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class DecodeState:
+    """Everything that changes from step to step.
+
+    Attributes:
+        tokens_BS: prompt and emitted tokens; slot `length` holds the root.
+        length_B: tokens whose keys and values are in the target's cache (the root's are not).
+        limit_B: most tokens a sequence may have, prompt included.
+        finished_B: sequences that take no further part.
+        keys_B: random key of each sequence.
+        target_cache, draft_cache: the drafter's lags behind by the pending entries.
+        pending_tokens_BP, pending_features_BPF, pending_count_B: committed entries the drafter has not seen yet: a
+            token with the target's features of the position before it.
+        counters: what has been counted.
+    """
+
+    tokens_BS: Int[Array, "batch slots"]
+    length_B: Int[Array, " batch"]
+    limit_B: Int[Array, " batch"]
+    finished_B: Bool[Array, " batch"]
+    keys_B: Key[Array, " batch"]
+    target_cache: KVCache
+    draft_cache: KVCache | None
+    pending_tokens_BP: Int[Array, "batch path"]
+    pending_features_BPF: Float[Array, "batch path features"]
+    pending_count_B: Int[Array, " batch"]
+    counters: Counters
+
+
+@jax.tree_util.register_dataclass
+@dataclass
+class Verified:
+    """A target pass over a verify tree: the token drawn behind each row, and the distinct experts of each MoE layer."""
+
+    tree: VerifyTree
+    output: TargetOutput
+    drawn_BR: Int[Array, "batch rows"]
+    distinct_L: Int[Array, " layers"]
+
+
+def _target(plan: StepPlan, weights: Weights) -> Target:
+    return nnx.merge(plan.target, weights.target)
+
+
+def _drafter(plan: StepPlan, weights: Weights) -> Drafter | None:
+    return None if plan.drafter is None else nnx.merge(plan.drafter, weights.drafter)
+
+
+def _causal(batch: int, rows: int) -> Bool[Array, "batch rows rows"]:
+    return jnp.broadcast_to(jnp.tril(jnp.ones((rows, rows), bool)), (batch, rows, rows))
+
+
+def _is_eos(plan: StepPlan, tokens: Int[Array, "..."]) -> Bool[Array, "..."]:
+    return jnp.isin(tokens, jnp.array(plan.eos_ids, jnp.int32))
+
+
+def prefill(
+    plan: StepPlan,
+    weights: Weights,
+    prompts_BT: Int[Array, "batch bucket"],
+    lengths_B: Int[Array, " batch"],
+    limits_B: Int[Array, " batch"],
+    keys_B: Key[Array, " batch"],
+    capacity: int,
+) -> DecodeState:
+    """Processes right-padded prompts and draws the first token of each.
+
+    Args:
+        plan: what to run.
+        weights: parameters.
+        prompts_BT: token ids, padded on the right to a bucket length.
+        lengths_B: tokens of each prompt, at least 1.
+        limits_B: most tokens of each sequence, prompt included; a sequence at its limit is finished from the start.
+        keys_B: random keys.
+        capacity: cache slots; at least `max(limits) + plan.scratch_slots()` and the bucket length.
+    """
+    target, drafter = _target(plan, weights), _drafter(plan, weights)
+    batch, bucket = prompts_BT.shape
+    positions_BT = jnp.broadcast_to(jnp.arange(bucket), (batch, bucket))
+    finished_B = lengths_B >= limits_B
+    zero_B = jnp.zeros(batch, jnp.int32)
+    rows = Rows(
+        tokens_BR=prompts_BT,
+        positions_BR=positions_BT,
+        live_BR=(positions_BT < lengths_B[:, None]) & ~finished_B[:, None],
+        context_B=zero_B,
+        mask_BRW=_causal(batch, bucket),
+    )
+    boundaries = () if drafter is None else drafter.boundaries
+    output, target_cache = target(rows, target.empty_cache(batch, capacity), boundaries)
+    last_B11 = (lengths_B - 1)[:, None, None]
+    logits_B1V = target.logits(jnp.take_along_axis(output.hidden_BRD, last_B11, axis=1))
+    first_B1 = draw_tokens(logits_B1V, lengths_B[:, None], keys_B, plan.sampling)
+
+    draft_cache = None
+    if drafter is not None:
+        # Entry t pairs the features of position t with token t + 1; the last entry waits for the first step.
+        shifted = replace(rows, tokens_BR=jnp.roll(prompts_BT, -1, axis=1))
+        _, draft_cache = drafter.catch_up(shifted, output.features_BRF, drafter.empty_cache(batch, capacity))
+
+    longest = plan.spec.max_emitted
+    features_B1F = jnp.take_along_axis(output.features_BRF, last_B11, axis=1)
+    tokens_BS = jnp.pad(prompts_BT, ((0, 0), (0, capacity - bucket)))
+    return DecodeState(
+        tokens_BS=jax.vmap(lambda tokens_S, first, at: tokens_S.at[at].set(first))(
+            tokens_BS, first_B1[:, 0], lengths_B
+        ),
+        length_B=lengths_B,
+        limit_B=limits_B,
+        finished_B=finished_B | _is_eos(plan, first_B1[:, 0]) | (lengths_B + 1 >= limits_B),
+        keys_B=keys_B,
+        target_cache=target_cache,
+        draft_cache=draft_cache,
+        pending_tokens_BP=jnp.pad(first_B1, ((0, 0), (0, longest - 1))),
+        pending_features_BPF=jnp.pad(features_B1F, ((0, 0), (0, longest - 1), (0, 0))),
+        pending_count_B=jnp.ones_like(zero_B),
+        counters=Counters.zeros(batch, longest, output.expert_ids_LBRK.shape[0]),
+    )
+
+
+def draft(plan: StepPlan, weights: Weights, state: DecodeState) -> tuple[CandidateTree, DecodeState]:
+    """Catches the drafter up on the pending entries, then expands the candidate tree."""
+    drafter = _drafter(plan, weights)
+    batch, longest = state.pending_tokens_BP.shape
+    if drafter is None:
+        return empty_tree(batch), state
+    context_B = state.length_B - state.pending_count_B
+    rows = Rows(
+        tokens_BR=state.pending_tokens_BP,
+        positions_BR=context_B[:, None] + jnp.arange(longest),
+        live_BR=jnp.arange(longest) < state.pending_count_B[:, None],
+        context_B=context_B,
+        mask_BRW=_causal(batch, longest),
+    )
+    assert state.draft_cache is not None
+    states_BPH, draft_cache = drafter.catch_up(rows, state.pending_features_BPF, state.draft_cache)
+    root_state_BH = jnp.take_along_axis(states_BPH, (state.pending_count_B - 1)[:, None, None], axis=1)[:, 0]
+    tree, draft_cache = expand_tree(drafter, draft_cache, root_state_BH, state.length_B, plan.spec)
+    return tree, replace(state, draft_cache=draft_cache)
+
+
+def select(plan: StepPlan, tree: CandidateTree) -> Selection:
+    """Asks the policy which nodes to verify."""
+    return plan.policy(tree, plan.spec.budget)
+
+
+def verify(
+    plan: StepPlan, weights: Weights, state: DecodeState, tree: CandidateTree, selection: Selection
+) -> tuple[Verified, DecodeState]:
+    """One target pass over the root and the selected nodes; draws the token behind every row."""
+    target, drafter = _target(plan, weights), _drafter(plan, weights)
+    root_B = jnp.take_along_axis(state.tokens_BS, state.length_B[:, None], axis=1)[:, 0]
+    rows = verify_tree(tree, selection, root_B, state.length_B, state.finished_B)
+    boundaries = () if drafter is None else drafter.boundaries
+    output, target_cache = target(rows.rows, state.target_cache, boundaries)
+    drawn_BR = draw_tokens(target.logits(output.hidden_BRD), rows.rows.positions_BR + 1, state.keys_B, plan.sampling)
+    distinct_L = distinct_experts(output.expert_ids_LBRK, target.num_experts)
+    return Verified(rows, output, drawn_BR, distinct_L), replace(state, target_cache=target_cache)
+
+
+def commit(plan: StepPlan, state: DecodeState, verified: Verified) -> DecodeState:
+    """Keeps the accepted path: tokens, cache rows, features for the drafter; ends sequences at EOS or their limit."""
+    longest = plan.spec.max_emitted
+    path = accept_path(verified.tree, verified.drawn_BR, longest)
+    place_P = jnp.arange(longest)
+
+    room_B = state.limit_B - state.length_B - 1
+    count_B = jnp.minimum(path.count_B, room_B)
+    ends_BP = _is_eos(plan, path.tokens_BP) & (place_P < count_B[:, None])
+    has_eos_B = jnp.any(ends_BP, axis=1)
+    count_B = jnp.where(has_eos_B, jnp.argmax(ends_BP, axis=1) + 1, count_B)
+    count_B = jnp.where(state.finished_B, 0, count_B)
+    length_B = state.length_B + count_B
+
+    def put(tokens_S: Array, new_P: Array, start: Array, count: Array) -> Array:
+        old_P = lax.dynamic_slice(tokens_S, (start,), (longest,))
+        return lax.dynamic_update_slice(tokens_S, jnp.where(place_P < count, new_P, old_P), (start,))
+
+    features_BPF = jnp.take_along_axis(verified.output.features_BRF, path.rows_BP[:, :, None], axis=1)
+    going_B = ~state.finished_B
+    return replace(
+        state,
+        tokens_BS=jax.vmap(put)(state.tokens_BS, path.tokens_BP, state.length_B + 1, count_B),
+        length_B=length_B,
+        finished_B=state.finished_B | has_eos_B | (length_B + 1 >= state.limit_B),
+        target_cache=commit_path(state.target_cache, state.length_B, path.rows_BP),
+        pending_tokens_BP=jnp.where(going_B[:, None], path.tokens_BP, state.pending_tokens_BP),
+        pending_features_BPF=jnp.where(going_B[:, None, None], features_BPF, state.pending_features_BPF),
+        pending_count_B=jnp.where(going_B, count_B, state.pending_count_B),
+        counters=state.counters.add(count_B, verified.distinct_L, verified.tree.rows.live_BR),
+    )
+
+
+def step(plan: StepPlan, weights: Weights, state: DecodeState) -> DecodeState:
+    """One speculative step."""
+    tree, state = draft(plan, weights, state)
+    verified, state = verify(plan, weights, state, tree, select(plan, tree))
+    return commit(plan, state, verified)
+
+
+def decode_steps(plan: StepPlan, weights: Weights, state: DecodeState, steps: Int[Array, ""]) -> DecodeState:
+    """Up to `steps` steps, fewer once every sequence is finished."""
+
+    def going(carry: tuple[Array, DecodeState]) -> Array:
+        return (carry[0] < steps) & ~jnp.all(carry[1].finished_B)
+
+    def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
+        return carry[0] + 1, step(plan, weights, carry[1])
+
+    return lax.while_loop(going, body, (jnp.zeros((), jnp.int32), state))[1]
+
+
+class Program:
+    """The compiled functions of a plan: one compilation per (batch, bucket, capacity)."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        """Nothing is compiled before the first call."""
+        self.plan = plan
+        self.prefill = jax.jit(partial(prefill, plan), static_argnames=("capacity",))
+        self.decode_steps = jax.jit(partial(decode_steps, plan), donate_argnames=("state",))
+        self._shapes: set[tuple[int, ...]] = set()
+
+    def is_new(self, shape: tuple[int, ...]) -> bool:
+        """Whether this is the first call for a (batch, bucket, capacity), which compiles."""
+        new = shape not in self._shapes
+        self._shapes.add(shape)
+        return new

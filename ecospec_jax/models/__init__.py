@@ -1,0 +1,10 @@
+"""Targets and drafters as Flax NNX modules, found by the `family` of their config."""
+
+from collections.abc import Callable
+from typing import Any
+
+from ecospec_jax.models.eagle3 import Eagle3
+from ecospec_jax.models.qwen3_moe import Qwen3Moe
+
+TARGETS: dict[str, Callable[..., Any]] = {"qwen3_moe": Qwen3Moe}
+DRAFTERS: dict[str, Callable[..., Any]] = {"eagle3": Eagle3}

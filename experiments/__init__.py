@@ -1,0 +1,1 @@
+"""Experiments: one file a question, run from a clone as `python -m experiments.<name>`."""

@@ -1,0 +1,246 @@
+"""The main job: decode prompts with several methods and compare speed, acceptance, experts and bytes.
+
+python -m experiments.decode --target converted/tiny-qwen3-moe --prompts experiments/prompts/demo.jsonl
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TextIO
+
+import jax.numpy as jnp
+import tyro
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from ecospec_jax import Decoder, Generation, SamplingConfig, SpecConfig, UserError
+from ecospec_jax.cost import ByteModel, byte_model
+from ecospec_jax.errors import reported_as_user_error, run_command
+from ecospec_jax.methods import get_method
+from ecospec_jax.metrics import DecodeStats
+from ecospec_jax.presets import eagle3_for, get_preset
+from experiments.environment import environment
+from experiments.prompts import Prompt, read_prompts
+from experiments.report import Record, write_report
+
+STAGED_PROMPTS = 3
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Decode prompts with several methods and compare them."""
+
+    target: Path | None = None
+    """Folder that `python -m convert` wrote."""
+    drafter: Path | None = None
+    """Take the drafter from this converted folder instead of the target's own."""
+    random_weights: str | None = None
+    """Instead of a target: random weights of this published shape, e.g. qwen3-30b-a3b; text becomes UTF-8 bytes."""
+    layers: int | None = None
+    """With random weights: number of layers."""
+    prompts: Path | None = None
+    """Prompt file, one JSON object a line: {"id", "turns": [..], "answer"?}."""
+    text: str | None = None
+    """Instead of a prompt file: one prompt."""
+    limit: int | None = None
+    """Use only the first prompts of the file."""
+    methods: str = "ar,likelihood"
+    """Methods to compare, separated by commas; the first is the baseline of the speedup."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    """Nucleus sampling; 1 keeps all tokens."""
+    top_k: int = 0
+    """Keep the k likeliest tokens; 0 keeps all."""
+    seed: int = 0
+    """Seed of sampling; each prompt draws from its own stream."""
+    max_new_tokens: int = 128
+    """Most tokens of an answer."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer."""
+    ignore_eos: bool = False
+    """Go on after the end-of-sequence token."""
+    batch_size: int = 1
+    """Prompts decoded together."""
+    depth: int = 3
+    """Token levels of the candidate tree."""
+    branch: int = 2
+    """Children of each expanded node."""
+    budget: int = 4
+    """Candidate nodes verified beside the root."""
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"
+    """Compute dtype; auto is float32 on CPU and bfloat16 on accelerators."""
+    out: Path = Path("results/decode")
+    """Folder for results.jsonl, the Markdown table and the plots."""
+    stream: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Show the text as it is committed."""
+
+    @property
+    def spec(self) -> SpecConfig:
+        return SpecConfig(depth=self.depth, branch=self.branch, budget=self.budget)
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        return SamplingConfig(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p)
+
+    @property
+    def method_names(self) -> list[str]:
+        names = [name.strip() for name in self.methods.split(",") if name.strip()]
+        if not names:
+            raise UserError("--methods names no method")
+        return [get_method(name).name for name in names]
+
+    def json(self) -> dict[str, Any]:
+        return json.loads(json.dumps(dataclasses.asdict(self), default=str))
+
+
+def load_decoder(settings: Settings) -> Decoder:
+    dtype = None if settings.dtype == "auto" else jnp.dtype(settings.dtype)
+    if (settings.target is None) == (settings.random_weights is None):
+        raise UserError("give either --target (a converted folder) or --random-weights (a published shape)")
+    if settings.target is not None:
+        if settings.layers is not None:
+            raise UserError("--layers goes with --random-weights")
+        return Decoder.load(settings.target, drafter=settings.drafter, dtype=dtype)
+    config = get_preset(str(settings.random_weights))
+    if settings.layers is not None:
+        config = dataclasses.replace(config, num_layers=settings.layers)
+    return Decoder.with_random_weights(config, eagle3_for(config), dtype=dtype, seed=settings.seed)
+
+
+def load_prompts(settings: Settings) -> list[Prompt]:
+    if (settings.prompts is None) == (settings.text is None):
+        raise UserError("give either --prompts (a file) or --text (one prompt)")
+    if settings.text is not None:
+        if not settings.text.strip():
+            raise UserError("--text is empty")
+        return [Prompt(id="text", turns=(settings.text,))]
+    assert settings.prompts is not None
+    if settings.limit is not None and settings.limit < 1:
+        raise UserError(f"--limit must be at least 1, not {settings.limit}")
+    return read_prompts(settings.prompts, settings.limit)
+
+
+@dataclass
+class Conversation:
+    """A prompt and one method's answers to its turns so far."""
+
+    prompt: Prompt
+    seed: int
+    answers: list[Generation] = dataclasses.field(default_factory=list)
+
+    def next_input(self, decoder: Decoder) -> Any:
+        """What the decoder is asked next: all messages so far, or bytes where there is no tokenizer."""
+        turns = self.prompt.turns
+        if decoder.tokenizer is None:
+            return list(turns[len(self.answers)].encode())
+        messages = [{"role": "user", "content": turns[0]}]
+        for answer, turn in zip(self.answers, turns[1:], strict=False):
+            messages += [{"role": "assistant", "content": answer.text}, {"role": "user", "content": turn}]
+        return messages
+
+
+def converse(
+    decoder: Decoder, settings: Settings, method: str, prompts: list[tuple[int, Prompt]], console: Console
+) -> tuple[list[Conversation], DecodeStats]:
+    """Decodes all turns of a batch of prompts with one method."""
+    conversations = [Conversation(prompt, settings.seed + index) for index, prompt in prompts]
+    total: DecodeStats | None = None
+    while going := [c for c in conversations if len(c.answers) < len(c.prompt.turns)]:
+        if settings.stream:
+            console.print(f"[bold]{method}[/bold] {', '.join(c.prompt.id for c in going)}")
+        result = decoder.generate(
+            [c.next_input(decoder) for c in going],
+            method=method,
+            spec=settings.spec,
+            sampling=settings.sampling,
+            seed=[c.seed for c in going],
+            max_new_tokens=settings.max_new_tokens,
+            stop=settings.stop,
+            ignore_eos=settings.ignore_eos,
+            batch_size=settings.batch_size,
+            on_text=(lambda piece: console.print(piece, end="", markup=False, highlight=False))
+            if settings.stream
+            else None,
+        )
+        if settings.stream:
+            console.print()
+        for conversation, answer in zip(going, result.generations, strict=True):
+            conversation.answers.append(answer)
+        total = result.stats if total is None else total + result.stats
+    assert total is not None
+    return conversations, total
+
+
+def measure(
+    decoder: Decoder, settings: Settings, prompts: list[Prompt], bytes_read: ByteModel, console: Console
+) -> Iterator[Record]:
+    """Decodes batch by batch, the methods in turn on each, so that a drifting machine hits them alike."""
+    for first in range(0, len(prompts), settings.batch_size):
+        batch = list(enumerate(prompts))[first : first + settings.batch_size]
+        for method in settings.method_names:
+            conversations, stats = converse(decoder, settings, method, batch, console)
+            for conversation in conversations:
+                yield Record.create(method, conversation.prompt.id, first, conversation.answers, stats, bytes_read)
+
+
+def staged_milliseconds(
+    decoder: Decoder, settings: Settings, prompts: list[Prompt]
+) -> dict[str, list[dict[str, float]]]:
+    """Stage times of each method on the first prompts."""
+    inputs = [Conversation(prompt, settings.seed).next_input(decoder) for prompt in prompts[:STAGED_PROMPTS]]
+    return {
+        method: [
+            decoder.stage_milliseconds(
+                prompt, method=method, spec=settings.spec, sampling=settings.sampling, batch_size=settings.batch_size
+            )
+            for prompt in inputs
+        ]
+        for method in settings.method_names
+    }
+
+
+def open_results(out: Path) -> TextIO:
+    with reported_as_user_error(f"{out}: cannot be written", OSError):
+        out.mkdir(parents=True, exist_ok=True)
+        return (out / "results.jsonl").open("w", encoding="utf-8")
+
+
+def run(settings: Settings) -> None:
+    console = Console()
+    if settings.stream and settings.batch_size != 1:
+        raise UserError("--stream shows one prompt at a time: use it with --batch-size 1")
+    names, _, _ = settings.method_names, settings.spec, settings.sampling
+    prompts = load_prompts(settings)
+    decoder = load_decoder(settings)
+    bytes_read = byte_model(decoder.target.config, decoder.dtype.itemsize)
+    for prompt in prompts:
+        decoder.check_fits(Conversation(prompt, 0).next_input(decoder), settings.max_new_tokens, where=prompt.id)
+
+    records = []
+    common = {"settings": settings.json(), **environment()}
+    with (
+        open_results(settings.out) as results,
+        Progress(
+            TextColumn("{task.description}"),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            disable=settings.stream,
+        ) as progress,
+    ):
+        task = progress.add_task("decoding", total=len(prompts) * len(names))
+        for record in measure(decoder, settings, prompts, bytes_read, console):
+            results.write(json.dumps(record.json() | common) + "\n")
+            results.flush()
+            records.append(record)
+            progress.update(task, advance=1, description=f"{record.method} {record.prompt}")
+        progress.update(task, description="staged pass")
+        stages = staged_milliseconds(decoder, settings, prompts)
+    write_report(settings.out, names, records, stages, common, console)
+
+
+if __name__ == "__main__":
+    run_command(lambda: run(tyro.cli(Settings, description=__doc__)))
