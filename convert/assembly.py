@@ -1,13 +1,14 @@
 """How our parameters are put together from the tensors of a source checkpoint.
 
-A family module says, for each parameter, which tensors it is made of. Everything is checked on the headers alone: no tensor
-may be missing, of another shape or dtype, or left over.
+A family module says, for each parameter, which tensors it is made of. Everything is checked on the headers alone: no
+tensor may be missing, of another shape or dtype, or left over.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from convert.safetensors_reader import SafetensorsReader
 from ecospec_jax.config import DrafterConfig, ModelConfig
 from ecospec_jax.errors import UserError
 
+ConfigT = TypeVar("ConfigT", bound=ModelConfig | DrafterConfig)
 FLOATS = ("BF16", "F16", "F32")
 
 
@@ -66,7 +68,7 @@ class Assembly:
 
 
 @dataclass(frozen=True)
-class Part:
+class Part(Generic[ConfigT]):
     """A target or drafter ready to be converted.
 
     Attributes:
@@ -77,7 +79,7 @@ class Part:
 
     role: str
     source: HFConfig
-    config: ModelConfig | DrafterConfig
+    config: ConfigT
     reader: SafetensorsReader
     assemblies: Mapping[str, Assembly]
 

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -15,7 +15,7 @@ from convert.eagle3 import AuxOffset, open_drafter
 from convert.hf_config import HFConfig
 from convert.hub import TOKENIZER_FILES, local_folder
 from ecospec_jax.checkpoint import FORMAT, TOKENIZER, Manifest, PieceRecord, piece_name, save_piece, write_manifest
-from ecospec_jax.config import from_json, to_json
+from ecospec_jax.config import ModelConfig, from_json, to_json
 from ecospec_jax.errors import UserError, reported_as_user_error
 from ecospec_jax.tokenizer import Tokenizer
 
@@ -35,8 +35,8 @@ def convert(
 ) -> Manifest:
     """Converts a Hugging Face checkpoint, and an EAGLE-3 head for it, into a folder that `Decoder.load` reads.
 
-    The source is checked as a whole before anything is written. Then one piece at a time (a decoder layer, or all the rest)
-    goes into `destination.partial`, which is renamed at the end. After an interruption the same call resumes.
+    The source is checked as a whole before anything is written. Then one piece at a time (a decoder layer, or all the
+    rest) goes into `destination.partial`, which is renamed at the end. After an interruption the same call resumes.
 
     Args:
         source: folder, or Hub id as a string.
@@ -47,11 +47,9 @@ def convert(
     """
     if destination.exists():
         raise UserError(f"{destination}: already exists; remove it or choose another name")
-    target = _open_target(local_folder(source))
-    parts = [target]
-    if drafter is not None:
-        config = HFConfig.read(local_folder(drafter) / "config.json")
-        parts.append(open_drafter(config, target.config, aux_offset))
+    target = _open_target(_read_config(local_folder(source)))
+    head = None if drafter is None else open_drafter(_read_config(local_folder(drafter)), target.config, aux_offset)
+    parts = [target] if head is None else [target, head]
     eos_token_ids = _eos_token_ids(target)
     tokenizer_files = _tokenizer_files(target)
 
@@ -75,15 +73,15 @@ def convert(
             drafter_source=None if drafter is None else str(drafter),
             source_hash=_hash([[to_json(part.config) for part in parts], _digests(journal)]),
             target=target.config,
-            drafter=parts[1].config if drafter is not None else None,
+            drafter=None if head is None else head.config,
             eos_token_ids=eos_token_ids,
             pieces=journal.pieces,
             versions={package: _version(package) for package in ("ecospec-jax", "jax", "flax", "orbax-checkpoint")},
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
         write_manifest(partial, manifest)
-        (partial / _JOURNAL).unlink()
         partial.rename(destination)
+        (destination / _JOURNAL).unlink()
     return manifest
 
 
@@ -97,17 +95,19 @@ class _Journal:
 
 def _resume(partial: Path, fingerprint: str) -> _Journal:
     """The journal of an interrupted conversion of the same source, or a fresh one in an empty folder."""
+    partial.mkdir(parents=True, exist_ok=True)
     journal = _Journal(fingerprint, {})
     if (partial / _JOURNAL).is_file():
-        found = from_json(_Journal, json.loads((partial / _JOURNAL).read_text()), str(partial / _JOURNAL))
-        journal = found if found.fingerprint == fingerprint else journal
-    if not journal.pieces and partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True, exist_ok=True)
-    for folder in partial.glob("*/*/"):  # pieces that the journal does not know were not finished
-        if folder.relative_to(partial).as_posix() not in journal.pieces:
-            shutil.rmtree(folder)
+        values = json.loads((partial / _JOURNAL).read_text())
+        if values["fingerprint"] == fingerprint:
+            journal = from_json(_Journal, values, str(partial / _JOURNAL))
+    elif any(partial.iterdir()):
+        raise UserError(f"{partial}: in the way, and not left by an interrupted conversion; remove it")
     _write_journal(partial, journal)
+    for folder in partial.glob("*/*/"):
+        if folder.relative_to(partial).as_posix() not in journal.pieces:  # unfinished, or of another source
+            shutil.rmtree(folder)
+    shutil.rmtree(partial / TOKENIZER, ignore_errors=True)
     return journal
 
 
@@ -117,15 +117,18 @@ def _write_journal(partial: Path, journal: _Journal) -> None:
     new.replace(partial / _JOURNAL)
 
 
-def _open_target(folder: Path) -> Part:
-    config = HFConfig.read(folder / "config.json")
+def _read_config(folder: Path) -> HFConfig:
+    return HFConfig.read(folder / "config.json")
+
+
+def _open_target(config: HFConfig) -> Part[ModelConfig]:
     model_type = config.need(str, "model_type")
     if model_type not in _TARGETS:
         config.refuse("model_type", f"'{model_type}' is not supported, only {', '.join(_TARGETS)}")
     return _TARGETS[model_type](config)
 
 
-def _pieces(parts: list[Part]) -> dict[str, tuple[Part, list[str]]]:
+def _pieces(parts: Sequence[Part]) -> dict[str, tuple[Part, list[str]]]:
     """Each piece's part and parameter paths."""
     pieces: dict[str, tuple[Part, list[str]]] = {}
     for part in parts:
@@ -134,7 +137,7 @@ def _pieces(parts: list[Part]) -> dict[str, tuple[Part, list[str]]]:
     return pieces
 
 
-def _eos_token_ids(target: Part) -> tuple[int, ...]:
+def _eos_token_ids(target: Part[ModelConfig]) -> tuple[int, ...]:
     """From `generation_config.json`, else `config.json`: one id or several."""
     file = target.folder / "generation_config.json"
     configs = [HFConfig.read(file)] if file.is_file() else []
@@ -149,7 +152,7 @@ def _eos_token_ids(target: Part) -> tuple[int, ...]:
     target.source.refuse("eos_token_id", "missing, and generation_config.json has none either")
 
 
-def _tokenizer_files(target: Part) -> list[Path]:
+def _tokenizer_files(target: Part[ModelConfig]) -> list[Path]:
     """The tokenizer's files, after loading it once; none for a source without a tokenizer."""
     folder = target.folder
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
@@ -161,7 +164,7 @@ def _tokenizer_files(target: Part) -> list[Path]:
     return [folder / name for name in names if (folder / name).is_file()]
 
 
-def _fingerprint(parts: list[Part]) -> str:
+def _fingerprint(parts: Sequence[Part]) -> str:
     """Tells sources apart without reading their data: configs, and each file's header, size and time of change."""
     headers = [
         [file, hashlib.sha256(header).hexdigest(), size, changed]

@@ -58,7 +58,7 @@ class _Names:
         return self._spelled.get(plain, re.sub(r"^layer\.", "midlayer.", plain))
 
 
-def open_drafter(source: HFConfig, target: ModelConfig, aux_offset: AuxOffset) -> Part:
+def open_drafter(source: HFConfig, target: ModelConfig, aux_offset: AuxOffset) -> Part[Eagle3Config]:
     """Reads the config and the headers beside it, and checks that they belong together and to the target."""
     reader = SafetensorsReader(source.file.parent)
     names = _Names(reader)
@@ -143,7 +143,7 @@ def _boundaries(
 ) -> tuple[int, ...]:
     """Boundaries of the target's residual stream (FORMATS.md section 0).
 
-    A list in `eagle_config` counts layer outputs, so the boundary is one more; a list at the top level counts boundaries.
+    A list in `eagle_config` counts layer outputs, so the boundary is one more; one at the top level counts boundaries.
     """
     outputs, listed = eagle.integers(_AUX_LAYERS), source.integers(_AUX_LAYERS)
     if outputs is not None and listed is not None:
@@ -164,8 +164,8 @@ def _boundaries(
         source.refuse("target_hidden_size", f"{target_hidden}, but the target's hidden_size is {target.hidden_size}")
     if fc.shape[-1:] != (len(boundaries) * target_hidden,):
         raise UserError(
-            f"{fc.file}: tensor fc.weight has shape {fc.shape}, not one column for each of {len(boundaries)} boundaries "
-            f"times the target's hidden size {target_hidden}"
+            f"{fc.file}: tensor fc.weight has shape {fc.shape}, but takes the states of {len(boundaries)} boundaries, "
+            f"each of the target's hidden size {target_hidden}"
         )
     return boundaries
 
@@ -182,8 +182,8 @@ def _absolute(offsets: np.ndarray) -> np.ndarray:
     return np.arange(offsets.size) + offsets
 
 
-def _check_target_ids(part: Part, names: _Names) -> None:
-    """Target ids must be in range and distinct, and be those that the membership mask `t2d` shows, where there is one."""
+def _check_target_ids(part: Part[Eagle3Config], names: _Names) -> None:
+    """Target ids must be in range and distinct, and those that the membership mask `t2d` shows, where there is one."""
     reader, config = part.reader, part.config
     ids = np.arange(config.vocab_size)
     if "d2t" in names:

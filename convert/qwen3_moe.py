@@ -27,7 +27,7 @@ _EXPERTS = re.compile(r"layers\.(?P<layer>\d+)\.moe\.experts\.(?P<kind>gate|up|d
 _COMPARED_BYTES = 1 << 24
 
 
-def open_target(source: HFConfig) -> Part:
+def open_target(source: HFConfig) -> Part[Qwen3MoeConfig]:
     """Reads the config and the headers beside it, and checks that they belong together."""
     config = _config(source)
     reader = SafetensorsReader(source.file.parent)

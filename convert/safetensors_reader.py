@@ -1,6 +1,6 @@
 """Reads safetensors files, single or sharded, without copying: tensors are views of memory-mapped files.
 
-A file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, offsets into the data), then the data.
+A file is an 8-byte little-endian header length, a JSON header (name -> dtype, shape, offsets into the data), the data.
 The safetensors library cannot give numpy bfloat16 or float8 arrays, hence this reader.
 """
 

@@ -6,8 +6,8 @@
     FOLDER/drafter/top/           the drafter's
     FOLDER/tokenizer/             as published
 
-Every piece's files are checked against the manifest before Orbax reads them, since Orbax casts dtypes silently, does not
-notice flipped bits, and reports a missing file at great length.
+Every piece's files are checked against the manifest before Orbax reads them, since Orbax casts dtypes silently, does
+not notice flipped bits, and reports a missing file at great length.
 """
 
 import hashlib
@@ -97,6 +97,12 @@ class Manifest:
     pieces: dict[str, PieceRecord]
     versions: dict[str, str]
     created: str
+
+    @property
+    def target_hash(self) -> str:
+        """Tells this target from others, whatever its drafter: sha256 over its config and its pieces' hashes."""
+        pieces = {name: piece.sha256 for name, piece in self.pieces.items() if name.startswith("target/")}
+        return hashlib.sha256(json.dumps([to_json(self.target), pieces], sort_keys=True).encode()).hexdigest()
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

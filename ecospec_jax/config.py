@@ -174,6 +174,58 @@ DrafterConfig = Eagle3Config
 
 
 @dataclass(frozen=True)
+class RoutingShape:
+    """What a predictor predicts: `k` of `experts` experts in each of `layers` MoE layers."""
+
+    layers: int
+    experts: int
+    k: int
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = _STRICT
+
+    @staticmethod
+    def of(target: ModelConfig) -> "RoutingShape":
+        """The routing of a target."""
+        return RoutingShape(len(target.moe_layers), target.num_experts, target.experts_per_token)
+
+
+@dataclass(frozen=True)
+class BackboneConfig:
+    """Dense Qwen3 transformer (FORMATS.md A.5), without embedding and head."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = _STRICT
+
+    def __post_init__(self) -> None:
+        _require(self.num_heads % self.num_kv_heads == 0, "backbone num_heads must be a multiple of num_kv_heads")
+
+
+@dataclass(frozen=True)
+class BackbonePredictorConfig:
+    """Trained expert predictor: token embedding, projection, backbone, one head per MoE layer.
+
+    Attributes:
+        vocab_size: the target's vocabulary.
+        embedding_size: width of the token embedding, which is the target's own, frozen.
+        backbone: the transformer.
+        routing: what is predicted.
+    """
+
+    vocab_size: int
+    embedding_size: int
+    backbone: BackboneConfig
+    routing: RoutingShape
+    family: Literal["backbone"] = "backbone"
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = _STRICT
+
+
+@dataclass(frozen=True)
 class SpecConfig:
     """Size of the candidate tree and of the verify tree (DESIGN.md section 2).
 

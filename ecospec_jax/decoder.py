@@ -4,15 +4,17 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from ecospec_jax.checkpoint import load_drafter, load_target, read_manifest
 from ecospec_jax.config import DrafterConfig, ModelConfig, SamplingConfig, SpecConfig
-from ecospec_jax.decoding import Program, StepPlan, Weights
+from ecospec_jax.decoding import Program, StepPlan, Weights, route
 from ecospec_jax.errors import UserError
 from ecospec_jax.generation import Answer, Batch, Generation, bucket
 from ecospec_jax.methods import get_method
@@ -57,14 +59,25 @@ class Decoder:
         *,
         eos_ids: tuple[int, ...],
         tokenizer: Tokenizer | None = None,
+        target_hash: str = "",
     ) -> None:
-        """Wraps models that are already loaded; `Decoder.load` is the usual way in."""
+        """Wraps models that are already loaded; `Decoder.load` is the usual way in.
+
+        Args:
+            target: proposes nothing, decides everything.
+            drafter: None allows plain decoding only.
+            eos_ids: tokens that end an answer.
+            tokenizer: None allows prompts of token ids only.
+            target_hash: tells this target's weights from others (`Manifest.target_hash`); empty if there is no checkpoint.
+        """
         _enable_compilation_cache()
         self.target, self.drafter, self.tokenizer, self.eos_ids = target, drafter, tokenizer, eos_ids
+        self.target_hash = target_hash
         self._target_def, target_state = nnx.split(target)
         self._drafter_def, drafter_state = (None, None) if drafter is None else nnx.split(drafter)
         self._weights = Weights(target_state, drafter_state)
         self._programs: dict[tuple, Program] = {}
+        self._route = jax.jit(partial(route, self._target_def))
 
     @staticmethod
     def load(
@@ -93,7 +106,7 @@ class Decoder:
         head_manifest = manifest if drafter is None else read_manifest(head_folder)
         head = load_drafter(head_folder, head_manifest, compute, target, placement)
         tokenizer = Tokenizer.load(folder / "tokenizer") if (folder / "tokenizer").is_dir() else None
-        return Decoder(target, head, eos_ids=manifest.eos_token_ids, tokenizer=tokenizer)
+        return Decoder(target, head, eos_ids=manifest.eos_token_ids, tokenizer=tokenizer, target_hash=manifest.target_hash)
 
     @staticmethod
     def with_random_weights(
@@ -235,6 +248,16 @@ class Decoder:
         )
         return StageProfiler(program.plan).milliseconds(self._weights, batch.state, steps)
 
+    def routing(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """The experts the target chooses for every token of each sequence, `[T, L, K]` int32, best first."""
+        longest = bucket(max(len(ids) for ids in sequences))
+        tokens_BT = np.zeros((len(sequences), longest), np.int32)
+        for row, ids in zip(tokens_BT, sequences, strict=True):
+            row[: len(ids)] = ids
+        lengths_B = jnp.array([len(ids) for ids in sequences])
+        ids_LBTK = np.asarray(self._route(self._weights.target, jnp.asarray(tokens_BT), lengths_B))
+        return [ids_LBTK[:, row, : len(ids)].swapaxes(0, 1) for row, ids in enumerate(sequences)]
+
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, checked against the vocabulary."""
         if isinstance(prompt, str):
@@ -300,6 +323,6 @@ def _seeds(seed: int | Sequence[int], prompts: int) -> list[tuple[int, int]]:
 
 def _enable_compilation_cache() -> None:
     """Keeps compiled programs across runs, unless the user has chosen a place for them (or none) already."""
-    if jax.config.read("jax_compilation_cache_dir") is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    if jax.config.values["jax_compilation_cache_dir"] is None and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
         jax.config.update("jax_compilation_cache_dir", str(home / "ecospec_jax" / "xla"))

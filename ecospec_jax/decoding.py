@@ -103,6 +103,19 @@ def _causal(batch: int, rows: int) -> Bool[Array, "batch rows rows"]:
     return jnp.broadcast_to(jnp.tril(jnp.ones((rows, rows), bool)), (batch, rows, rows))
 
 
+def _sequence_rows(tokens_BT: Int[Array, "batch bucket"], lengths_B: Int[Array, " batch"]) -> Rows:
+    """Rows of right-padded sequences from position 0."""
+    batch, bucket = tokens_BT.shape
+    positions_BT = jnp.broadcast_to(jnp.arange(bucket), (batch, bucket))
+    return Rows(
+        tokens_BR=tokens_BT,
+        positions_BR=positions_BT,
+        live_BR=positions_BT < lengths_B[:, None],
+        context_B=jnp.zeros(batch, jnp.int32),
+        mask_BRW=_causal(batch, bucket),
+    )
+
+
 def _is_eos(plan: StepPlan, tokens: Int[Array, "..."]) -> Bool[Array, "..."]:
     return jnp.isin(tokens, jnp.array(plan.eos_ids, jnp.int32))
 
@@ -129,16 +142,8 @@ def prefill(
     """
     target, drafter = _target(plan, weights), _drafter(plan, weights)
     batch, bucket = prompts_BT.shape
-    positions_BT = jnp.broadcast_to(jnp.arange(bucket), (batch, bucket))
     finished_B = lengths_B >= limits_B
-    zero_B = jnp.zeros(batch, jnp.int32)
-    rows = Rows(
-        tokens_BR=prompts_BT,
-        positions_BR=positions_BT,
-        live_BR=(positions_BT < lengths_B[:, None]) & ~finished_B[:, None],
-        context_B=zero_B,
-        mask_BRW=_causal(batch, bucket),
-    )
+    rows = _sequence_rows(prompts_BT, jnp.where(finished_B, 0, lengths_B))
     boundaries = () if drafter is None else drafter.boundaries
     output, target_cache = target(rows, target.empty_cache(batch, capacity), boundaries)
     last_B11 = (lengths_B - 1)[:, None, None]
@@ -166,9 +171,19 @@ def prefill(
         draft_cache=draft_cache,
         pending_tokens_BP=jnp.pad(first_B1, ((0, 0), (0, longest - 1))),
         pending_features_BPF=jnp.pad(features_B1F, ((0, 0), (0, longest - 1), (0, 0))),
-        pending_count_B=jnp.ones_like(zero_B),
+        pending_count_B=jnp.ones_like(lengths_B),
         counters=Counters.zeros(batch, longest, output.expert_ids_LBRK.shape[0]),
     )
+
+
+def route(
+    target_def: nnx.GraphDef, target_state: nnx.State, tokens_BT: Int[Array, "batch bucket"], lengths_B: Int[Array, " batch"]
+) -> Int[Array, "layers batch bucket k"]:
+    """Experts that the target chooses for every token of right-padded sequences; E in the padding."""
+    target: Target = nnx.merge(target_def, target_state)
+    rows = _sequence_rows(tokens_BT, lengths_B)
+    batch, bucket = tokens_BT.shape
+    return target(rows, target.empty_cache(batch, bucket), ())[0].expert_ids_LBRK
 
 
 def draft(plan: StepPlan, weights: Weights, state: DecodeState) -> tuple[CandidateTree, DecodeState]:

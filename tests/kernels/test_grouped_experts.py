@@ -14,7 +14,7 @@ from ecospec_jax.kernels import ExpertWeights, grouped_experts
 from ecospec_jax.kernels.grouped_experts.groups import expert_blocks
 
 BACKENDS = ["reference", "xla"]
-EXPERTS, HIDDEN, FFN = 8, 21, 34  # FFN is two tiles of 17 when the largest tile is below 34
+EXPERTS, HIDDEN, FFN = 8, 21, 146  # FFN is no multiple of 128, so the tiled loop takes two tiles of 73
 
 
 def make_weights(
@@ -100,8 +100,8 @@ class TestBackend:
         assert_close(y_TD, float64_loop(x_TD, ids_TK, weights_TK, experts), 2e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [1, 5, 130])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_xla_copies_no_expert_weights(dtype: str, rows: int) -> None:
     """Temporaries stay far below the experts' bytes: nothing is widened, transposed or gathered outside the loop."""
     hidden, ffn, count, k = 256, 96, 64, 4
@@ -113,9 +113,7 @@ def test_xla_copies_no_expert_weights(dtype: str, rows: int) -> None:
         .compile()
     )
     weight_bytes = 3 * count * ffn * hidden * jnp.dtype(dtype).itemsize
-    few_experts_and_rows = 6 * 3 * ffn * hidden * 4 + 16 * rows * hidden * 4
-    assert few_experts_and_rows < 0.4 * weight_bytes
-    assert compiled.memory_analysis().temp_size_in_bytes < few_experts_and_rows
+    assert compiled.memory_analysis().temp_size_in_bytes < weight_bytes / 10
 
 
 # (rows, k, experts): one block or several for an expert, fewer and more pairs than experts.
@@ -141,9 +139,8 @@ def test_expert_blocks(rows: int, k: int, experts: int, data) -> None:
     for expert, block_rows, block_weights in zip(blocks.expert_N, blocks.rows_NM, blocks.weights_NM, strict=True):
         empty = np.asarray(block_rows) == rows
         assert (np.asarray(block_weights)[empty] == 0).all()
-        filled = [(int(r), int(expert), float(w)) for r, w in zip(block_rows, block_weights, strict=True) if r != rows]
-        assert bool(filled) == (len(placed) < len(placed) + len(filled))
-        placed.append(filled)
+        pairs = zip(block_rows, block_weights, strict=True)
+        placed.append([(int(row), int(expert), float(weight)) for row, weight in pairs if row != rows])
     assert all(placed[:count]) and not any(placed[count:])
 
     valid = (ids_TK >= 0) & (ids_TK < experts)

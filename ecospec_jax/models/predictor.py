@@ -1,0 +1,136 @@
+"""Predictors: which experts of which layers the target would use for each row, known before it runs.
+
+The prediction for a token is the routing the target makes while processing that token. Sets are bit words
+`uint32[batch, rows, layers, words]` (see `expert_bits`). Predictors that need no memory have no cache.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt32
+
+from ecospec_jax import expert_bits
+from ecospec_jax.cache import KVCache, Rows
+from ecospec_jax.config import BackbonePredictorConfig, RoutingShape
+from ecospec_jax.models.backbone import Backbone
+from ecospec_jax.models.layers import Embedding, Linear
+
+ExpertSets = UInt32[Array, "batch rows layers words"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a predictor may look at besides the rows.
+
+    Attributes:
+        last_BLW: true experts of the last token the target has processed.
+        route: the target's true routing of given rows, by an extra pass: for experiments only.
+    """
+
+    last_BLW: UInt32[Array, "batch layers words"]
+    route: Callable[[Rows], ExpertSets]
+
+
+class Predictor(Protocol):
+    """Anything that names experts for rows."""
+
+    def empty_cache(self, batch: int, capacity: int) -> KVCache | None:
+        """A cache of `capacity` slots a sequence, or None."""
+        ...
+
+    def __call__(self, rows: Rows, cache: KVCache | None, evidence: Evidence) -> tuple[ExpertSets, KVCache | None]:
+        """Expert sets of each row, and the cache with the rows written behind the committed ones."""
+        ...
+
+
+class Stateless(nnx.Module):
+    """A predictor without memory."""
+
+    def empty_cache(self, batch: int, capacity: int) -> None:
+        """There is none."""
+        return None
+
+
+class TokenTable(Stateless):
+    """Top-k experts counted per token id on traces: a lookup, so it costs nothing."""
+
+    def __init__(self, vocab_size: int, routing: RoutingShape) -> None:
+        """An empty table; checkpoints fill it."""
+        shape = (vocab_size, routing.layers, expert_bits.words(routing.experts))
+        self.bits_VLW = nnx.Variable(jnp.zeros(shape, jnp.uint32), logical_axes=("vocab", "layers", "words"))
+
+    def __call__(self, rows: Rows, cache: KVCache | None, evidence: Evidence) -> tuple[ExpertSets, KVCache | None]:
+        """The table's rows."""
+        return self.bits_VLW[...][rows.tokens_BR], cache
+
+
+class Frequency(Stateless):
+    """The k most frequent experts of each layer, whatever the token: a baseline."""
+
+    def __init__(self, routing: RoutingShape) -> None:
+        """Empty sets; checkpoints fill them."""
+        shape = (routing.layers, expert_bits.words(routing.experts))
+        self.bits_LW = nnx.Variable(jnp.zeros(shape, jnp.uint32), logical_axes=("layers", "words"))
+
+    def __call__(self, rows: Rows, cache: KVCache | None, evidence: Evidence) -> tuple[ExpertSets, KVCache | None]:
+        """The same sets for every row."""
+        return jnp.broadcast_to(self.bits_LW[...], (*rows.tokens_BR.shape, *self.bits_LW[...].shape)), cache
+
+
+class Previous(Stateless):
+    """The true experts of the last token that the target has processed: a baseline."""
+
+    def __call__(self, rows: Rows, cache: KVCache | None, evidence: Evidence) -> tuple[ExpertSets, KVCache | None]:
+        """The same sets for every row of a sequence."""
+        last_BLW = evidence.last_BLW
+        batch, count = rows.tokens_BR.shape
+        return jnp.broadcast_to(last_BLW[:, None], (batch, count, *last_BLW.shape[1:])), cache
+
+
+class Oracle(Stateless):
+    """The target's true routing, by an extra target pass over all candidates: an experiment, never a method to use."""
+
+    def __call__(self, rows: Rows, cache: KVCache | None, evidence: Evidence) -> tuple[ExpertSets, KVCache | None]:
+        """What the target would do."""
+        return evidence.route(rows), cache
+
+
+class BackbonePredictor(nnx.Module):
+    """A small causal transformer over the tokens with one head per MoE layer (arXiv 2607.12696)."""
+
+    def __init__(self, config: BackbonePredictorConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+        """`embedding` is always present; a checkpoint that borrows the target's gets that array on loading."""
+        self.config, self.dtype = config, jnp.dtype(dtype)
+        hidden, routing = config.backbone.hidden_size, config.routing
+        self.embedding = Embedding(config.vocab_size, config.embedding_size, dtype=dtype, rngs=rngs)
+        self.projection = Linear(config.embedding_size, hidden, ("embed", "features"), dtype=dtype, rngs=rngs)
+        self.backbone = Backbone(config.backbone, dtype=dtype, rngs=rngs)
+        self.heads = nnx.List(
+            [Linear(hidden, routing.experts, ("router", "embed"), dtype=dtype, rngs=rngs) for _ in range(routing.layers)]
+        )
+
+    def empty_cache(self, batch: int, capacity: int) -> KVCache:
+        """A cache of `capacity` slots a sequence."""
+        return self.backbone.empty_cache(batch, capacity)
+
+    def logits(self, rows: Rows, cache: KVCache) -> tuple[Float[Array, "batch rows layers experts"], KVCache]:
+        """One logit per layer and expert, float32."""
+        x_BRD = self.projection(self.embedding(rows.tokens_BR))
+        hidden_BRD, cache = self.backbone(x_BRD, rows, cache)
+        return jnp.stack([head(hidden_BRD) for head in self.heads], axis=2).astype(jnp.float32), cache
+
+    def __call__(self, rows: Rows, cache: KVCache | None, evidence: Evidence) -> tuple[ExpertSets, KVCache | None]:
+        """The k best experts of each layer."""
+        assert cache is not None
+        logits_BRLE, cache = self.logits(rows, cache)
+        return top_experts(logits_BRLE, self.config.routing), cache
+
+
+def top_experts(scores: Float[Array, "... experts"], routing: RoutingShape) -> UInt32[Array, "... words"]:
+    """The k best-scored experts as bit words."""
+    ids: Int[Array, "... k"] = lax.top_k(scores, routing.k)[1]
+    return expert_bits.from_ids(ids, routing.experts)

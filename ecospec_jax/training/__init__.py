@@ -1,0 +1,1 @@
+"""Routing traces and the training of expert predictors on them."""

@@ -1,0 +1,118 @@
+"""Collect routing traces: the target answers prompts, greedy and sampled, and its experts are recorded per token.
+
+    python -m experiments.collect_traces --target converted/tiny-qwen3-moe --prompts my_prompts.jsonl --out traces/tiny
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import tyro
+from rich.progress import track
+
+from ecospec_jax import Decoder, SamplingConfig, UserError
+from ecospec_jax.config import RoutingShape
+from ecospec_jax.errors import reported_as_user_error, run_command
+from ecospec_jax.training.traces import (
+    FORMAT,
+    MANIFEST,
+    Trace,
+    TraceManifest,
+    read_manifest,
+    write_manifest,
+    write_shard,
+)
+from experiments.prompts import Prompt, read_prompts
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Collect routing traces of a target's own answers; an interrupted run continues."""
+
+    target: Path
+    """Folder that `python -m convert` wrote."""
+    prompts: Path
+    """Prompt file; the first turn of each prompt is used."""
+    out: Path
+    """Folder for the traces."""
+    limit: int | None = None
+    """Use only the first prompts of the file."""
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    """One answer per prompt at each temperature; 0 is greedy."""
+    max_new_tokens: int = 128
+    """Most tokens of an answer."""
+    batch_size: int = 8
+    """Prompts decoded together."""
+    shard_prompts: int = 64
+    """Prompts in a shard."""
+    seed: int = 0
+    """Seed of sampling."""
+
+    @property
+    def recipe(self) -> dict[str, str]:
+        names = ("temperatures", "max_new_tokens", "seed")
+        return {name: str(getattr(self, name)) for name in names}
+
+
+def open_traces(settings: Settings, decoder: Decoder) -> TraceManifest:
+    """The manifest to go on from: an earlier run's, if it traced the same target in the same way."""
+    fresh = TraceManifest(
+        format=FORMAT,
+        target_hash=decoder.target_hash,
+        vocab_size=decoder.target.config.vocab_size,
+        routing=RoutingShape.of(decoder.target.config),
+        recipe=settings.recipe,
+    )
+    if not (settings.out / MANIFEST).exists():
+        return fresh
+    earlier = read_manifest(settings.out)
+    if replace(earlier, shards=()) != fresh:
+        raise UserError(f"{settings.out / MANIFEST}: traces of another target or recipe; choose another --out")
+    return earlier
+
+
+def trace(decoder: Decoder, settings: Settings, prompts: Sequence[tuple[int, Prompt]]) -> Iterator[Trace]:
+    """Answers a few prompts at every temperature and records the routing of the whole sequences."""
+    inputs = [decoder.encode(prompt.turns[0]) for _, prompt in prompts]
+    for temperature in settings.temperatures:
+        result = decoder.generate(
+            inputs,
+            method="ar",
+            sampling=SamplingConfig(temperature=temperature),
+            seed=[settings.seed + index for index, _ in prompts],
+            max_new_tokens=settings.max_new_tokens,
+            batch_size=settings.batch_size,
+        )
+        sequences = [ids + list(answer.tokens) for ids, answer in zip(inputs, result.generations, strict=True)]
+        for (_, prompt), ids, sequence, experts_TLK in zip(
+            prompts, inputs, sequences, decoder.routing(sequences), strict=True
+        ):
+            yield Trace(prompt.id, len(ids), np.array(sequence, np.int32), experts_TLK)
+
+
+def run(settings: Settings) -> None:
+    prompts = read_prompts(settings.prompts, settings.limit)
+    decoder = Decoder.load(settings.target)
+    for prompt in prompts:
+        decoder.check_fits(prompt.turns[0], settings.max_new_tokens, where=f"{settings.prompts}: {prompt.id}")
+    with reported_as_user_error(f"{settings.out}: cannot be written", OSError):
+        settings.out.mkdir(parents=True, exist_ok=True)
+        manifest = open_traces(settings, decoder)
+        todo = [(i, prompt) for i, prompt in enumerate(prompts) if prompt.id not in manifest.prompts]
+        shards = [todo[first : first + settings.shard_prompts] for first in range(0, len(todo), settings.shard_prompts)]
+        for part in track(shards, description="shards", disable=not shards):
+            traces = [
+                one
+                for first in range(0, len(part), settings.batch_size)
+                for one in trace(decoder, settings, part[first : first + settings.batch_size])
+            ]
+            shard = write_shard(settings.out, len(manifest.shards), traces)
+            manifest = replace(manifest, shards=(*manifest.shards, shard))
+            write_manifest(settings.out, manifest)
+    tokens = sum(shard.tokens for shard in manifest.shards)
+    print(f"{settings.out}: {len(manifest.prompts)} prompts, {tokens} tokens in {len(manifest.shards)} shards")
+
+
+if __name__ == "__main__":
+    run_command(lambda: run(tyro.cli(Settings, description=__doc__)))
