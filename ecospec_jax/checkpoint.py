@@ -27,9 +27,17 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array
 
-from ecospec_jax.config import DrafterConfig, ModelConfig, from_json, to_json
+from ecospec_jax.config import (
+    BackbonePredictorConfig,
+    DrafterConfig,
+    Eagle3Config,
+    ModelConfig,
+    PredictorConfig,
+    from_json,
+    to_json,
+)
 from ecospec_jax.errors import UserError, reported_as_user_error
-from ecospec_jax.models import DRAFTERS, TARGETS
+from ecospec_jax.models import DRAFTERS, PREDICTORS, TARGETS
 from ecospec_jax.models.drafter import Drafter
 from ecospec_jax.models.target import Target
 from ecospec_jax.sharding import Placement
@@ -128,18 +136,30 @@ def parameters(module: Any) -> dict[str, nnx.Variable]:
     return {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(nnx.state(module))}
 
 
-def stored_parameters(config: ModelConfig | DrafterConfig, dtype: jnp.dtype) -> tuple[Any, dict[str, nnx.Variable]]:
-    """A module without values, and those of its variables that a checkpoint holds (a drafter may borrow the others)."""
-    build = (TARGETS | DRAFTERS)[config.family]
+def stored_parameters(
+    config: ModelConfig | DrafterConfig | PredictorConfig, dtype: jnp.dtype
+) -> tuple[Any, dict[str, nnx.Variable]]:
+    """A module without values, and those of its variables that a checkpoint holds; the target lends the others."""
+    build = (TARGETS | DRAFTERS | PREDICTORS)[config.family]
     module = nnx.eval_shape(lambda: build(config, dtype=dtype, rngs=nnx.Rngs(0)))
-    borrowed = borrowed_parameters(config) if isinstance(config, DrafterConfig) else ()
+    borrowed = borrowed_parameters(config)
     return module, {path: variable for path, variable in parameters(module).items() if path not in borrowed}
 
 
-def borrowed_parameters(config: DrafterConfig) -> tuple[str, ...]:
-    """Parameters that the drafter takes from its target."""
-    owned = {"embedding.weight": config.own_embedding, "head.weight": config.own_head}
-    return tuple(path for path, own in owned.items() if not own)
+def borrowed_parameters(config: ModelConfig | DrafterConfig | PredictorConfig) -> tuple[str, ...]:
+    """Parameters that a drafter or predictor takes from its target."""
+    if isinstance(config, Eagle3Config):
+        owned = {"embedding.weight": config.own_embedding, "head.weight": config.own_head}
+        return tuple(path for path, own in owned.items() if not own)
+    return ("embedding.weight",) if isinstance(config, BackbonePredictorConfig) else ()
+
+
+def borrow(module: Any, config: DrafterConfig | PredictorConfig, target: Target) -> None:
+    """Makes the module's borrowed parameters the target's arrays themselves."""
+    lent, own = parameters(target), parameters(module)
+    for path in borrowed_parameters(config):
+        lender = lent.get(path, lent["embedding.weight"])  # a tied head is the embedding
+        own[path].set_value(lender.get_value())
 
 
 def piece_name(role: str, path: str) -> str:
@@ -167,7 +187,7 @@ def save_piece(folder: Path, tensors: Mapping[str, np.ndarray]) -> PieceRecord:
 def load_target(folder: Path, manifest: Manifest, dtype: jnp.dtype, placement: Placement | None = None) -> Target:
     """Restores the target, piece by piece, straight onto the devices of `placement` (default: the first device)."""
     module, stored = stored_parameters(manifest.target, dtype)
-    _fill(folder, manifest, "target", stored, placement)
+    restore(folder, manifest.pieces, "target", stored, placement)
     return module
 
 
@@ -178,11 +198,8 @@ def load_drafter(
     if manifest.drafter is None:
         return None
     module, stored = stored_parameters(manifest.drafter, dtype)
-    _fill(folder, manifest, "drafter", stored, placement)
-    lent, own = parameters(target), parameters(module)
-    for path in borrowed_parameters(manifest.drafter):
-        lender = lent.get(path, lent["embedding.weight"])  # a tied head is the embedding
-        own[path].set_value(lender.get_value())
+    restore(folder, manifest.pieces, "drafter", stored, placement)
+    borrow(module, manifest.drafter, target)
     return module
 
 
@@ -198,20 +215,24 @@ def _file_record(file: Path) -> FileRecord:
     return FileRecord(size, checksum)
 
 
-def _fill(
-    folder: Path, manifest: Manifest, role: str, stored: Mapping[str, nnx.Variable], placement: Placement | None
+def restore(
+    folder: Path,
+    records: Mapping[str, PieceRecord],
+    role: str,
+    stored: Mapping[str, nnx.Variable],
+    placement: Placement | None,
 ) -> None:
-    """Gives every variable its stored value, cast to the variable's dtype."""
+    """Gives every variable of a role (`target`, `drafter`, ..) its stored value, cast to the variable's dtype."""
     pieces: dict[str, dict[str, nnx.Variable]] = {}
     for path, variable in stored.items():
         pieces.setdefault(piece_name(role, path), {})[path] = variable
-    recorded = {name for name in manifest.pieces if name.startswith(f"{role}/")}
+    recorded = {name for name in records if name.startswith(f"{role}/")}
     if unequal := recorded ^ pieces.keys():
         raise UserError(f"{folder / MANIFEST}: pieces and config disagree on '{min(unequal)}'")
     for name, variables in pieces.items():
-        _check_record(f"{folder / MANIFEST}: piece '{name}'", manifest.pieces[name], variables)
-        _check_files(folder / name, manifest.pieces[name])
-        for path, value in _restore(folder / name, manifest.pieces[name], variables, placement).items():
+        _check_record(f"{folder / MANIFEST}: piece '{name}'", records[name], variables)
+        _check_files(folder / name, records[name])
+        for path, value in _restore(folder / name, records[name], variables, placement).items():
             variables[path].set_value(value.astype(variables[path].get_value().dtype))
 
 

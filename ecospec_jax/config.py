@@ -226,6 +226,28 @@ class BackbonePredictorConfig:
 
 
 @dataclass(frozen=True)
+class TokenTableConfig:
+    """Predictor that looks experts up by token id."""
+
+    vocab_size: int
+    routing: RoutingShape
+    family: Literal["token_table"] = "token_table"
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = _STRICT
+
+
+@dataclass(frozen=True)
+class FrequencyConfig:
+    """Predictor that names each layer's most frequent experts."""
+
+    routing: RoutingShape
+    family: Literal["frequency"] = "frequency"
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = _STRICT
+
+
+PredictorConfig = BackbonePredictorConfig | TokenTableConfig | FrequencyConfig
+
+
+@dataclass(frozen=True)
 class SpecConfig:
     """Size of the candidate tree and of the verify tree (DESIGN.md section 2).
 
@@ -233,13 +255,22 @@ class SpecConfig:
         depth: token levels D of the candidate tree.
         branch: children k per expanded node, and the beam width.
         budget: candidate nodes verified beside the root; 0 verifies the root alone.
+        eps: added to the count of new experts in the cost-aware score; small values favour free nodes more.
+        buffer: experts that count as paid for before any node is chosen: none, those predicted for the root, or the
+            true ones of the previous verification.
+        shared_buffer: one expert buffer for the whole batch instead of one a sequence.
     """
 
     depth: int = 3
     branch: int = 2
     budget: int = 4
+    eps: float = 1.0
+    buffer: Literal["empty", "root", "previous"] = "root"
+    shared_buffer: bool = False
 
     def __post_init__(self) -> None:
+        _require(self.eps > 0, f"eps must be positive, not {self.eps}")
+        _require(self.buffer in ("empty", "root", "previous"), f"unknown expert buffer '{self.buffer}'")
         _require(self.depth >= 1, f"depth must be at least 1, not {self.depth}")
         _require(self.branch >= 1, f"branch must be at least 1, not {self.branch}")
         _require(

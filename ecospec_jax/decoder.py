@@ -17,11 +17,13 @@ from ecospec_jax.config import DrafterConfig, ModelConfig, SamplingConfig, SpecC
 from ecospec_jax.decoding import Program, StepPlan, Weights, route
 from ecospec_jax.errors import UserError
 from ecospec_jax.generation import Answer, Batch, Generation, bucket
-from ecospec_jax.methods import get_method
+from ecospec_jax.methods import Method, get_method
 from ecospec_jax.metrics import DecodeStats
 from ecospec_jax.models import DRAFTERS, TARGETS
 from ecospec_jax.models.drafter import Drafter
+from ecospec_jax.models.predictor import Oracle, Predictor, Previous
 from ecospec_jax.models.target import Target
+from ecospec_jax.predictor_checkpoint import load_predictors
 from ecospec_jax.profiling import StageProfiler
 from ecospec_jax.sharding import Placement
 from ecospec_jax.tokenizer import Tokenizer
@@ -59,6 +61,7 @@ class Decoder:
         *,
         eos_ids: tuple[int, ...],
         tokenizer: Tokenizer | None = None,
+        predictors: Mapping[str, Predictor] | None = None,
         target_hash: str = "",
     ) -> None:
         """Wraps models that are already loaded; `Decoder.load` is the usual way in.
@@ -68,22 +71,25 @@ class Decoder:
             drafter: None allows plain decoding only.
             eos_ids: tokens that end an answer.
             tokenizer: None allows prompts of token ids only.
-            target_hash: tells this target's weights from others (`Manifest.target_hash`); empty if there is no checkpoint.
+            predictors: expert predictors by name; `previous` and `oracle` need no training and are always there.
+            target_hash: tells this target's weights from others (`Manifest.target_hash`); empty without a checkpoint.
         """
         _enable_compilation_cache()
         self.target, self.drafter, self.tokenizer, self.eos_ids = target, drafter, tokenizer, eos_ids
         self.target_hash = target_hash
-        self._target_def, target_state = nnx.split(target)
-        self._drafter_def, drafter_state = (None, None) if drafter is None else nnx.split(drafter)
-        self._weights = Weights(target_state, drafter_state)
-        self._programs: dict[tuple, Program] = {}
-        self._route = jax.jit(partial(route, self._target_def))
+        self._target_split = nnx.split(target)
+        self._drafter_split = (None, None) if drafter is None else nnx.split(drafter)
+        available = {"previous": Previous(), "oracle": Oracle(), **(predictors or {})}
+        self._predictors = {name: nnx.split(predictor) for name, predictor in available.items()}
+        self._programs: dict[StepPlan, Program] = {}
+        self._route = jax.jit(partial(route, self._target_split[0]))
 
     @staticmethod
     def load(
         folder: str | Path,
         *,
         drafter: str | Path | None = None,
+        predictor: str | Path | None = None,
         dtype: jnp.dtype | str | None = None,
         placement: Placement | None = None,
     ) -> "Decoder":
@@ -92,6 +98,7 @@ class Decoder:
         Args:
             folder: holds `manifest.json`, the target, a drafter if one was converted, the tokenizer.
             drafter: another converted folder to take the drafter from.
+            predictor: folder of trained expert predictors (`python -m experiments.train_predictor`).
             dtype: compute dtype of target and drafter; `default_dtype()` if not given.
             placement: devices and layout; one device if not given.
 
@@ -105,8 +112,16 @@ class Decoder:
         head_folder = folder if drafter is None else Path(drafter)
         head_manifest = manifest if drafter is None else read_manifest(head_folder)
         head = load_drafter(head_folder, head_manifest, compute, target, placement)
-        tokenizer = Tokenizer.load(folder / "tokenizer") if (folder / "tokenizer").is_dir() else None
-        return Decoder(target, head, eos_ids=manifest.eos_token_ids, tokenizer=tokenizer, target_hash=manifest.target_hash)
+        return Decoder(
+            target,
+            head,
+            eos_ids=manifest.eos_token_ids,
+            tokenizer=Tokenizer.load(folder / "tokenizer") if (folder / "tokenizer").is_dir() else None,
+            predictors=None
+            if predictor is None
+            else load_predictors(Path(predictor), manifest.target_hash, compute, target, placement),
+            target_hash=manifest.target_hash,
+        )
 
     @staticmethod
     def with_random_weights(
@@ -130,7 +145,7 @@ class Decoder:
         self,
         prompts: Sequence[Prompt] | str,
         *,
-        method: str = "likelihood",
+        method: str | Method = "likelihood",
         spec: SpecConfig = SpecConfig(),
         sampling: SamplingConfig = SamplingConfig(),
         seed: int | Sequence[int] = 0,
@@ -177,7 +192,6 @@ class Decoder:
             part = slice(first, first + batch_size)
             batch = Batch(
                 program,
-                self._weights,
                 encoded[part],
                 seeds[part],
                 max_new_tokens=max_new_tokens,
@@ -198,7 +212,7 @@ class Decoder:
         self,
         prompt: Prompt,
         *,
-        method: str = "likelihood",
+        method: str | Method = "likelihood",
         spec: SpecConfig = SpecConfig(),
         sampling: SamplingConfig = SamplingConfig(),
         seed: int = 0,
@@ -213,7 +227,6 @@ class Decoder:
         program = self.program(method, spec, sampling, ignore_eos=ignore_eos)
         batch = Batch(
             program,
-            self._weights,
             encoded,
             _seeds(seed, 1),
             max_new_tokens=max_new_tokens,
@@ -226,7 +239,7 @@ class Decoder:
         self,
         prompt: Prompt,
         *,
-        method: str = "likelihood",
+        method: str | Method = "likelihood",
         spec: SpecConfig = SpecConfig(),
         sampling: SamplingConfig = SamplingConfig(),
         batch_size: int = 1,
@@ -239,14 +252,13 @@ class Decoder:
         new_tokens = min(room, (steps + 1) * program.plan.spec.max_emitted + 1)
         batch = Batch(
             program,
-            self._weights,
             encoded,
             _seeds(0, batch_size),
             max_new_tokens=new_tokens,
             capacity=self._capacity(encoded, new_tokens, program.plan, None),
             batch_size=batch_size,
         )
-        return StageProfiler(program.plan).milliseconds(self._weights, batch.state, steps)
+        return StageProfiler(program.plan).milliseconds(program.weights, batch.state, steps)
 
     def routing(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """The experts the target chooses for every token of each sequence, `[T, L, K]` int32, best first."""
@@ -255,7 +267,7 @@ class Decoder:
         for row, ids in zip(tokens_BT, sequences, strict=True):
             row[: len(ids)] = ids
         lengths_B = jnp.array([len(ids) for ids in sequences])
-        ids_LBTK = np.asarray(self._route(self._weights.target, jnp.asarray(tokens_BT), lengths_B))
+        ids_LBTK = np.asarray(self._route(self._target_split[1], jnp.asarray(tokens_BT), lengths_B))
         return [ids_LBTK[:, row, : len(ids)].swapaxes(0, 1) for row, ids in enumerate(sequences)]
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -276,21 +288,26 @@ class Decoder:
             raise UserError(f"token id {outside[0]} is not in the vocabulary of {vocabulary}")
         return ids
 
-    def program(self, method: str, spec: SpecConfig, sampling: SamplingConfig, *, ignore_eos: bool = False) -> Program:
+    def program(
+        self, method: str | Method, spec: SpecConfig, sampling: SamplingConfig, *, ignore_eos: bool = False
+    ) -> Program:
         """The compiled step of a method; kept for the next call."""
         chosen = get_method(method)
         if chosen.drafts and self.drafter is None:
-            raise UserError(f"method '{method}' needs a drafter; this model was converted without one")
+            raise UserError(f"method '{chosen.name}' needs a drafter; this model was converted without one")
+        if chosen.predictor is not None and chosen.predictor not in self._predictors:
+            known = ", ".join(self._predictors)
+            raise UserError(f"method '{chosen.name}' needs the predictor '{chosen.predictor}'; loaded: {known}")
         if not chosen.drafts:
             spec = SpecConfig(depth=1, branch=1, budget=0)
+        target_def, target_state = self._target_split
+        drafter_def, drafter_state = self._drafter_split if chosen.drafts else (None, None)
+        predictor_def, predictor_state = self._predictors[chosen.predictor] if chosen.predictor else (None, None)
         eos_ids = () if ignore_eos else self.eos_ids
-        key = (method, spec, sampling, eos_ids)
-        if key not in self._programs:
-            drafter_def = self._drafter_def if chosen.drafts else None
-            self._programs[key] = Program(
-                StepPlan(self._target_def, drafter_def, chosen.policy, spec, sampling, eos_ids)
-            )
-        return self._programs[key]
+        plan = StepPlan(target_def, drafter_def, chosen.policy, spec, sampling, eos_ids, predictor_def)
+        if plan not in self._programs:
+            self._programs[plan] = Program(plan, Weights(target_state, drafter_state, predictor_state))
+        return self._programs[plan]
 
     def check_fits(self, prompt: Prompt, max_new_tokens: int, where: str) -> None:
         """Raises a `UserError` that begins with `where` if prompt and answer exceed the model's context."""

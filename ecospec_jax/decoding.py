@@ -1,6 +1,6 @@
-"""One decoding step in four stages, and the loop around it.
+"""One decoding step in five stages, and the loop around it.
 
-    draft -> select -> verify -> commit
+    draft -> predict -> select -> verify -> commit
 
 Plain decoding is the same step with an empty tree, so every method runs the same kernels in the same form of loop. All
 functions are pure: a `StepPlan` (static) and `Weights` say what runs, a `DecodeState` goes in and comes out.
@@ -13,15 +13,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
+from ecospec_jax import expert_bits
 from ecospec_jax.cache import KVCache, Rows, commit_path
 from ecospec_jax.config import SamplingConfig, SpecConfig
-from ecospec_jax.metrics import Counters, distinct_experts
+from ecospec_jax.metrics import Counters, ExpertUse, expert_use
 from ecospec_jax.models.drafter import Drafter
+from ecospec_jax.models.predictor import Evidence, Predictor
 from ecospec_jax.models.target import Target, TargetOutput
-from ecospec_jax.selection import Policy
-from ecospec_jax.tree import CandidateTree, Selection, VerifyTree, empty_tree, expand_tree, verify_tree
+from ecospec_jax.selection import ExpertForecast, Policy
+from ecospec_jax.tree import CandidateTree, Selection, VerifyTree, empty_tree, expand_tree, verify_tree, whole_pool
 from ecospec_jax.verification import accept_path, draw_tokens
 
 
@@ -35,10 +37,12 @@ class StepPlan:
     spec: SpecConfig
     sampling: SamplingConfig
     eos_ids: tuple[int, ...]
+    predictor: nnx.GraphDef | None = None
 
     def scratch_slots(self) -> int:
         """Cache slots that a step may write behind the committed tokens."""
-        return max(self.spec.rows, self.spec.max_emitted, (self.spec.depth - 1) * self.spec.branch)
+        pool_rows = 0 if self.predictor is None else 1 + self.spec.pool_size
+        return max(self.spec.rows, self.spec.max_emitted, (self.spec.depth - 1) * self.spec.branch, pool_rows)
 
 
 @jax.tree_util.register_dataclass
@@ -48,6 +52,7 @@ class Weights:
 
     target: nnx.State
     drafter: nnx.State | None
+    predictor: nnx.State | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -61,9 +66,11 @@ class DecodeState:
         limit_B: most tokens a sequence may have, prompt included.
         finished_B: sequences that take no further part.
         keys_B: random key of each sequence.
-        target_cache, draft_cache: the drafter's lags behind by the pending entries.
+        target_cache, draft_cache, predictor_cache: the drafter's lags behind by the pending entries.
         pending_tokens_BP, pending_features_BPF, pending_count_B: committed entries the drafter has not seen yet: a
             token with the target's features of the position before it.
+        last_BLW: true experts of the last token in the target's cache.
+        previous_BLW: true experts of all rows of the previous verification.
         counters: what has been counted.
     """
 
@@ -74,21 +81,24 @@ class DecodeState:
     keys_B: Key[Array, " batch"]
     target_cache: KVCache
     draft_cache: KVCache | None
+    predictor_cache: KVCache | None
     pending_tokens_BP: Int[Array, "batch path"]
     pending_features_BPF: Float[Array, "batch path features"]
     pending_count_B: Int[Array, " batch"]
+    last_BLW: UInt32[Array, "batch layers words"]
+    previous_BLW: UInt32[Array, "batch layers words"]
     counters: Counters
 
 
 @jax.tree_util.register_dataclass
 @dataclass
 class Verified:
-    """A target pass over a verify tree: the token drawn behind each row, and the distinct experts of each MoE layer."""
+    """A target pass over a verify tree: features and experts of each row, and the token drawn behind it."""
 
     tree: VerifyTree
-    output: TargetOutput
+    features_BRF: Float[Array, "batch rows features"]
+    experts_BRLW: UInt32[Array, "batch rows layers words"]
     drawn_BR: Int[Array, "batch rows"]
-    distinct_L: Int[Array, " layers"]
 
 
 def _target(plan: StepPlan, weights: Weights) -> Target:
@@ -97,6 +107,14 @@ def _target(plan: StepPlan, weights: Weights) -> Target:
 
 def _drafter(plan: StepPlan, weights: Weights) -> Drafter | None:
     return None if plan.drafter is None else nnx.merge(plan.drafter, weights.drafter)
+
+
+def _predictor(plan: StepPlan, weights: Weights) -> Predictor | None:
+    return None if plan.predictor is None else nnx.merge(plan.predictor, weights.predictor)
+
+
+def _expert_sets(target: Target, output: TargetOutput) -> UInt32[Array, "batch rows layers words"]:
+    return jnp.moveaxis(expert_bits.from_ids(output.expert_ids_LBRK, target.num_experts), 0, 2)
 
 
 def _causal(batch: int, rows: int) -> Bool[Array, "batch rows rows"]:
@@ -156,6 +174,12 @@ def prefill(
         shifted = replace(rows, tokens_BR=jnp.roll(prompts_BT, -1, axis=1))
         _, draft_cache = drafter.catch_up(shifted, output.features_BRF, drafter.empty_cache(batch, capacity))
 
+    sets_BTLW = _expert_sets(target, output)
+    last_BLW = jnp.take_along_axis(sets_BTLW, last_B11[..., None], axis=1)[:, 0]
+    predictor, predictor_cache = _predictor(plan, weights), None
+    if predictor is not None and (fresh := predictor.empty_cache(batch, capacity)) is not None:
+        _, predictor_cache = predictor(rows, fresh, Evidence(last_BLW, lambda _: sets_BTLW))
+
     longest = plan.spec.max_emitted
     features_B1F = jnp.take_along_axis(output.features_BRF, last_B11, axis=1)
     tokens_BS = jnp.pad(prompts_BT, ((0, 0), (0, capacity - bucket)))
@@ -169,15 +193,21 @@ def prefill(
         keys_B=keys_B,
         target_cache=target_cache,
         draft_cache=draft_cache,
+        predictor_cache=predictor_cache,
         pending_tokens_BP=jnp.pad(first_B1, ((0, 0), (0, longest - 1))),
         pending_features_BPF=jnp.pad(features_B1F, ((0, 0), (0, longest - 1), (0, 0))),
         pending_count_B=jnp.ones_like(lengths_B),
+        last_BLW=last_BLW,
+        previous_BLW=last_BLW,
         counters=Counters.zeros(batch, longest, output.expert_ids_LBRK.shape[0]),
     )
 
 
 def route(
-    target_def: nnx.GraphDef, target_state: nnx.State, tokens_BT: Int[Array, "batch bucket"], lengths_B: Int[Array, " batch"]
+    target_def: nnx.GraphDef,
+    target_state: nnx.State,
+    tokens_BT: Int[Array, "batch bucket"],
+    lengths_B: Int[Array, " batch"],
 ) -> Int[Array, "layers batch bucket k"]:
     """Experts that the target chooses for every token of right-padded sequences; E in the padding."""
     target: Target = nnx.merge(target_def, target_state)
@@ -207,9 +237,30 @@ def draft(plan: StepPlan, weights: Weights, state: DecodeState) -> tuple[Candida
     return tree, replace(state, draft_cache=draft_cache)
 
 
-def select(plan: StepPlan, tree: CandidateTree) -> Selection:
+def predict(
+    plan: StepPlan, weights: Weights, state: DecodeState, tree: CandidateTree
+) -> tuple[ExpertForecast | None, DecodeState]:
+    """Predicts the experts of the root and of every candidate node, in one pass over the whole pool."""
+    predictor = _predictor(plan, weights)
+    if predictor is None:
+        return None, state
+    target = _target(plan, weights)
+    rows = verify_tree(tree, whole_pool(tree), _roots(state), state.length_B, state.finished_B).rows
+
+    def true_routing(rows: Rows) -> UInt32[Array, "batch rows layers words"]:
+        return _expert_sets(target, target(rows, state.target_cache, ())[0])
+
+    sets_BRLW, predictor_cache = predictor(rows, state.predictor_cache, Evidence(state.last_BLW, true_routing))
+    sets_BRLW = jnp.where(state.finished_B[:, None, None, None], jnp.uint32(0), sets_BRLW)
+    root_BLW = sets_BRLW[:, 0]
+    buffers = {"empty": jnp.zeros_like(root_BLW), "root": root_BLW, "previous": state.previous_BLW}
+    forecast = ExpertForecast(root_BLW, sets_BRLW[:, 1:], buffers[plan.spec.buffer])
+    return forecast, replace(state, predictor_cache=predictor_cache)
+
+
+def select(plan: StepPlan, tree: CandidateTree, forecast: ExpertForecast | None) -> Selection:
     """Asks the policy which nodes to verify."""
-    return plan.policy(tree, plan.spec.budget)
+    return plan.policy(tree, forecast, plan.spec)
 
 
 def verify(
@@ -217,16 +268,15 @@ def verify(
 ) -> tuple[Verified, DecodeState]:
     """One target pass over the root and the selected nodes; draws the token behind every row."""
     target, drafter = _target(plan, weights), _drafter(plan, weights)
-    root_B = jnp.take_along_axis(state.tokens_BS, state.length_B[:, None], axis=1)[:, 0]
-    rows = verify_tree(tree, selection, root_B, state.length_B, state.finished_B)
+    rows = verify_tree(tree, selection, _roots(state), state.length_B, state.finished_B)
     boundaries = () if drafter is None else drafter.boundaries
     output, target_cache = target(rows.rows, state.target_cache, boundaries)
     drawn_BR = draw_tokens(target.logits(output.hidden_BRD), rows.rows.positions_BR + 1, state.keys_B, plan.sampling)
-    distinct_L = distinct_experts(output.expert_ids_LBRK, target.num_experts)
-    return Verified(rows, output, drawn_BR, distinct_L), replace(state, target_cache=target_cache)
+    verified = Verified(rows, output.features_BRF, _expert_sets(target, output), drawn_BR)
+    return verified, replace(state, target_cache=target_cache)
 
 
-def commit(plan: StepPlan, state: DecodeState, verified: Verified) -> DecodeState:
+def commit(plan: StepPlan, state: DecodeState, verified: Verified, forecast: ExpertForecast | None) -> DecodeState:
     """Keeps the accepted path: tokens, cache rows, features for the drafter; ends sequences at EOS or their limit."""
     longest = plan.spec.max_emitted
     path = accept_path(verified.tree, verified.drawn_BR, longest)
@@ -244,26 +294,49 @@ def commit(plan: StepPlan, state: DecodeState, verified: Verified) -> DecodeStat
         old_P = lax.dynamic_slice(tokens_S, (start,), (longest,))
         return lax.dynamic_update_slice(tokens_S, jnp.where(place_P < count, new_P, old_P), (start,))
 
-    features_BPF = jnp.take_along_axis(verified.output.features_BRF, path.rows_BP[:, :, None], axis=1)
+    features_BPF = jnp.take_along_axis(verified.features_BRF, path.rows_BP[:, :, None], axis=1)
     going_B = ~state.finished_B
+    last_row_B = jnp.take_along_axis(path.rows_BP, jnp.maximum(count_B - 1, 0)[:, None], axis=1)
+    last_BLW = jnp.take_along_axis(verified.experts_BRLW, last_row_B[:, :, None, None], axis=1)[:, 0]
+    predictor_cache = state.predictor_cache
+    if predictor_cache is not None:
+        pool_path_BP = jnp.take_along_axis(verified.tree.pool_rows_BR, path.rows_BP, axis=1)
+        predictor_cache = commit_path(predictor_cache, state.length_B, pool_path_BP)
     return replace(
         state,
         tokens_BS=jax.vmap(put)(state.tokens_BS, path.tokens_BP, state.length_B + 1, count_B),
         length_B=length_B,
         finished_B=state.finished_B | has_eos_B | (length_B + 1 >= state.limit_B),
         target_cache=commit_path(state.target_cache, state.length_B, path.rows_BP),
+        predictor_cache=predictor_cache,
         pending_tokens_BP=jnp.where(going_B[:, None], path.tokens_BP, state.pending_tokens_BP),
         pending_features_BPF=jnp.where(going_B[:, None, None], features_BPF, state.pending_features_BPF),
         pending_count_B=jnp.where(going_B, count_B, state.pending_count_B),
-        counters=state.counters.add(count_B, verified.distinct_L, verified.tree.rows.live_BR),
+        last_BLW=jnp.where(going_B[:, None, None], last_BLW, state.last_BLW),
+        previous_BLW=expert_bits.union(verified.experts_BRLW, axis=1),
+        counters=state.counters.add(count_B, _expert_use(verified, forecast), verified.tree.rows.live_BR),
     )
+
+
+def _roots(state: DecodeState) -> Int[Array, " batch"]:
+    return jnp.take_along_axis(state.tokens_BS, state.length_B[:, None], axis=1)[:, 0]
+
+
+def _expert_use(verified: Verified, forecast: ExpertForecast | None) -> ExpertUse:
+    if forecast is None:
+        predicted_BRLW = jnp.zeros_like(verified.experts_BRLW)
+    else:
+        pool_BRLW = jnp.concatenate([forecast.root_BLW[:, None], forecast.nodes_BNLW], axis=1)
+        predicted_BRLW = jnp.take_along_axis(pool_BRLW, verified.tree.pool_rows_BR[:, :, None, None], axis=1)
+    return expert_use(verified.experts_BRLW, predicted_BRLW, verified.tree.rows.live_BR)
 
 
 def step(plan: StepPlan, weights: Weights, state: DecodeState) -> DecodeState:
     """One speculative step."""
     tree, state = draft(plan, weights, state)
-    verified, state = verify(plan, weights, state, tree, select(plan, tree))
-    return commit(plan, state, verified)
+    forecast, state = predict(plan, weights, state, tree)
+    verified, state = verify(plan, weights, state, tree, select(plan, tree, forecast))
+    return commit(plan, state, verified, forecast)
 
 
 def decode_steps(plan: StepPlan, weights: Weights, state: DecodeState, steps: Int[Array, ""]) -> DecodeState:
@@ -279,13 +352,13 @@ def decode_steps(plan: StepPlan, weights: Weights, state: DecodeState, steps: In
 
 
 class Program:
-    """The compiled functions of a plan: one compilation per (batch, bucket, capacity)."""
+    """A plan with its weights, compiled: one compilation per (batch, bucket, capacity)."""
 
-    def __init__(self, plan: StepPlan) -> None:
+    def __init__(self, plan: StepPlan, weights: Weights) -> None:
         """Nothing is compiled before the first call."""
-        self.plan = plan
-        self.prefill = jax.jit(partial(prefill, plan), static_argnames=("capacity",))
-        self.decode_steps = jax.jit(partial(decode_steps, plan), donate_argnames=("state",))
+        self.plan, self.weights = plan, weights
+        self.prefill = partial(jax.jit(partial(prefill, plan), static_argnames=("capacity",)), weights)
+        self.decode_steps = partial(jax.jit(partial(decode_steps, plan), donate_argnames=("state",)), weights)
         self._shapes: set[tuple[int, ...]] = set()
 
     def is_new(self, shape: tuple[int, ...]) -> bool:

@@ -1,9 +1,18 @@
-"""Decoding methods by name: which drafter runs and which policy selects."""
+"""Decoding methods by name: a method is a drafter, a predictor and a policy.
+
+A policy of your own makes a method of your own; `Decoder.generate(method=Method(...))` takes it:
+
+    def first_level(tree, forecast, spec):                    # arrays in, a Selection out, inside jit
+        nodes = jnp.broadcast_to(jnp.arange(spec.budget), (tree.tokens_BN.shape[0], spec.budget))
+        return Selection(nodes, jnp.full(nodes.shape[0], min(spec.budget, spec.branch)))
+
+    decoder.generate(prompts, method=Method("first-level", policy=first_level))
+"""
 
 from dataclasses import dataclass
 
 from ecospec_jax.errors import UserError
-from ecospec_jax.selection import Policy, likelihood
+from ecospec_jax.selection import Policy, cost_aware, likelihood
 
 
 @dataclass(frozen=True)
@@ -12,26 +21,35 @@ class Method:
 
     Attributes:
         name: what users call it.
-        drafts: whether the drafter runs; without it nothing is speculated.
         policy: selects the nodes to verify.
+        drafts: whether the drafter runs; without it nothing is speculated.
+        predictor: name of the expert predictor that informs the policy, if any.
     """
 
     name: str
-    drafts: bool
     policy: Policy
+    drafts: bool = True
+    predictor: str | None = None
 
 
 METHODS = {
     method.name: method
     for method in (
-        Method("ar", drafts=False, policy=likelihood),
-        Method("likelihood", drafts=True, policy=likelihood),
+        Method("ar", likelihood, drafts=False),
+        Method("likelihood", likelihood),
+        Method("ecospec", cost_aware, predictor="backbone"),
+        Method("ecospec-table", cost_aware, predictor="token_table"),
+        Method("ecospec-frequency", cost_aware, predictor="frequency"),
+        Method("ecospec-previous", cost_aware, predictor="previous"),
+        Method("oracle", cost_aware, predictor="oracle"),
     )
 }
 
 
-def get_method(name: str) -> Method:
-    """Looks a method up; an unknown name is a `UserError`."""
-    if name not in METHODS:
-        raise UserError(f"unknown method '{name}'; known: {', '.join(METHODS)}")
-    return METHODS[name]
+def get_method(method: str | Method) -> Method:
+    """Looks a method up by name; an unknown name is a `UserError`."""
+    if isinstance(method, Method):
+        return method
+    if method not in METHODS:
+        raise UserError(f"unknown method '{method}'; known: {', '.join(METHODS)}")
+    return METHODS[method]

@@ -5,16 +5,52 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, UInt32
+
+from ecospec_jax import expert_bits
 
 
-def distinct_experts(expert_ids_LBRK: Int[Array, "layers batch rows k"], experts: int) -> Int[Array, " layers"]:
-    """Distinct experts each MoE layer touches over all rows; ids outside `0 .. experts-1` (dead rows) do not count."""
-    layers = expert_ids_LBRK.shape[0]
-    used_LE = jnp.zeros((layers, experts), bool)
-    flat = expert_ids_LBRK.reshape(layers, -1)
-    used_LE = used_LE.at[jnp.arange(layers)[:, None], flat].set(True, mode="drop")
-    return jnp.sum(used_LE, axis=1, dtype=jnp.int32)
+@jax.tree_util.register_dataclass
+@dataclass
+class ExpertUse:
+    """Experts of one verification, over its live rows.
+
+    Attributes:
+        distinct_L: distinct experts each MoE layer really touched, over the whole batch.
+        predicted_L: the same of the predicted sets.
+        hits_L: true experts that were predicted for the very row that used them.
+        uses: experts used, row by row and layer by layer.
+        added_error: (layer, expert) pairs that the candidate nodes added to the root's: sum over sequences and layers
+            of |predicted - true|, the error of what the policy takes for the cost.
+    """
+
+    distinct_L: Int[Array, " layers"]
+    predicted_L: Int[Array, " layers"]
+    hits_L: Int[Array, " layers"]
+    uses: Int[Array, ""]
+    added_error: Int[Array, ""]
+
+
+def expert_use(
+    true_BRLW: UInt32[Array, "batch rows layers words"],
+    predicted_BRLW: UInt32[Array, "batch rows layers words"],
+    live_BR: Bool[Array, "batch rows"],
+) -> ExpertUse:
+    """Compares true and predicted experts; row 0 is the root. Without a predictor pass empty sets."""
+    live = live_BR[..., None, None]
+    true_BRLW = jnp.where(live, true_BRLW, jnp.uint32(0))
+    predicted_BRLW = jnp.where(live, predicted_BRLW, jnp.uint32(0))
+
+    def added_BL(sets_BRLW: UInt32[Array, "batch rows layers words"]) -> Int[Array, "batch layers"]:
+        return expert_bits.count(expert_bits.union(sets_BRLW, axis=1) & ~sets_BRLW[:, 0])
+
+    return ExpertUse(
+        distinct_L=expert_bits.count(expert_bits.union(true_BRLW, axis=(0, 1))),
+        predicted_L=expert_bits.count(expert_bits.union(predicted_BRLW, axis=(0, 1))),
+        hits_L=jnp.sum(expert_bits.count(true_BRLW & predicted_BRLW), axis=(0, 1)),
+        uses=jnp.sum(expert_bits.count(true_BRLW)),
+        added_error=jnp.sum(jnp.abs(added_BL(predicted_BRLW) - added_BL(true_BRLW))),
+    )
 
 
 @jax.tree_util.register_dataclass
@@ -25,30 +61,30 @@ class Counters:
     Attributes:
         verifications: target passes with at least one live sequence.
         emitted_BP: `[b, j]`: verifications of sequence b that emitted j + 1 tokens (cut ones with what was left).
-        distinct_L: distinct experts per MoE layer over the live rows of the whole batch.
+        use: experts, true and predicted.
         live_rows: rows that were verified.
     """
 
     verifications: Int[Array, ""]
     emitted_BP: Int[Array, "batch path"]
-    distinct_L: Int[Array, " layers"]
+    use: ExpertUse
     live_rows: Int[Array, ""]
 
     @staticmethod
     def zeros(batch: int, longest: int, moe_layers: int) -> "Counters":
         """Nothing counted yet."""
-        zero = jnp.zeros((), jnp.int32)
-        return Counters(zero, jnp.zeros((batch, longest), jnp.int32), jnp.zeros(moe_layers, jnp.int32), zero)
+        zero, zero_L = jnp.zeros((), jnp.int32), jnp.zeros(moe_layers, jnp.int32)
+        return Counters(
+            zero, jnp.zeros((batch, longest), jnp.int32), ExpertUse(zero_L, zero_L, zero_L, zero, zero), zero
+        )
 
-    def add(
-        self, emitted_B: Int[Array, " batch"], distinct_L: Int[Array, " layers"], live_BR: Bool[Array, "batch rows"]
-    ) -> "Counters":
+    def add(self, emitted_B: Int[Array, " batch"], use: ExpertUse, live_BR: Bool[Array, "batch rows"]) -> "Counters":
         """Counts one verification; `emitted_B` is 0 for sequences that were finished before."""
         longest = self.emitted_BP.shape[1]
         return Counters(
             verifications=self.verifications + jnp.any(live_BR),
             emitted_BP=self.emitted_BP + (emitted_B[:, None] == 1 + jnp.arange(longest)),
-            distinct_L=self.distinct_L + distinct_L,
+            use=jax.tree.map(jnp.add, self.use, use),
             live_rows=self.live_rows + jnp.sum(live_BR, dtype=jnp.int32),
         )
 
@@ -62,6 +98,9 @@ class DecodeStats:
         verifications: target passes.
         emitted_histograms: one row a sequence: `[j]` verifications that emitted j + 1 tokens.
         distinct_by_layer: distinct experts of each MoE layer, summed over verifications.
+        predicted_by_layer: distinct predicted experts likewise; zeros without a predictor.
+        hits_by_layer: true experts that were predicted for the row that used them.
+        uses, added_error: see `ExpertUse`.
         live_rows: rows that were verified.
     """
 
@@ -70,6 +109,10 @@ class DecodeStats:
     verifications: int
     emitted_histograms: tuple[tuple[int, ...], ...]
     distinct_by_layer: tuple[int, ...]
+    predicted_by_layer: tuple[int, ...]
+    hits_by_layer: tuple[int, ...]
+    uses: int
+    added_error: int
     live_rows: int
 
     @staticmethod
@@ -81,20 +124,30 @@ class DecodeStats:
             decode_seconds=decode_seconds,
             verifications=int(host.verifications),
             emitted_histograms=tuple(tuple(int(n) for n in row) for row in host.emitted_BP[:sequences]),
-            distinct_by_layer=tuple(int(n) for n in host.distinct_L),
+            distinct_by_layer=tuple(int(n) for n in host.use.distinct_L),
+            predicted_by_layer=tuple(int(n) for n in host.use.predicted_L),
+            hits_by_layer=tuple(int(n) for n in host.use.hits_L),
+            uses=int(host.use.uses),
+            added_error=int(host.use.added_error),
             live_rows=int(host.live_rows),
         )
 
     def __add__(self, other: "DecodeStats") -> "DecodeStats":
         """Figures of both together; the histograms keep a row for every sequence of each."""
+
+        def both(mine: tuple[int, ...], theirs: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(a + b for a, b in zip(mine, theirs, strict=True))
+
         return DecodeStats(
             prefill_seconds=self.prefill_seconds + other.prefill_seconds,
             decode_seconds=self.decode_seconds + other.decode_seconds,
             verifications=self.verifications + other.verifications,
             emitted_histograms=self.emitted_histograms + other.emitted_histograms,
-            distinct_by_layer=tuple(
-                a + b for a, b in zip(self.distinct_by_layer, other.distinct_by_layer, strict=True)
-            ),
+            distinct_by_layer=both(self.distinct_by_layer, other.distinct_by_layer),
+            predicted_by_layer=both(self.predicted_by_layer, other.predicted_by_layer),
+            hits_by_layer=both(self.hits_by_layer, other.hits_by_layer),
+            uses=self.uses + other.uses,
+            added_error=self.added_error + other.added_error,
             live_rows=self.live_rows + other.live_rows,
         )
 
@@ -106,15 +159,37 @@ class DecodeStats:
     @property
     def tau(self) -> float:
         """Acceptance length: tokens per verification of a sequence, bonus included; nan when there was none."""
-        passes = sum(n for row in self.emitted_histograms for n in row)
-        return self.emitted / passes if passes else float("nan")
+        return self.emitted / self.passes if self.passes else float("nan")
+
+    @property
+    def passes(self) -> int:
+        """Verifications of single sequences: one target pass over a batch of n counts n times."""
+        return sum(n for row in self.emitted_histograms for n in row)
 
     @property
     def u(self) -> float:
         """U: mean over MoE layers of the distinct experts a verification touches; nan when there was none."""
-        if not self.verifications or not self.distinct_by_layer:
+        return self._per_verification(self.distinct_by_layer)
+
+    @property
+    def predicted_u(self) -> float:
+        """U as the predictor saw it; nan without a predictor."""
+        return self._per_verification(self.predicted_by_layer) if any(self.predicted_by_layer) else float("nan")
+
+    @property
+    def overlap(self) -> float:
+        """Share of the true experts of verified rows that were predicted for that row; nan without a predictor."""
+        return sum(self.hits_by_layer) / self.uses if any(self.predicted_by_layer) else float("nan")
+
+    @property
+    def marginal_error(self) -> float:
+        """Mean error of the predicted number of experts that a sequence adds in a layer; nan without a predictor."""
+        if not any(self.predicted_by_layer):
             return float("nan")
-        return float(np.mean(self.distinct_by_layer)) / self.verifications
+        return self.added_error / (self.passes * len(self.distinct_by_layer))
+
+    def _per_verification(self, by_layer: tuple[int, ...]) -> float:
+        return float(np.mean(by_layer)) / self.verifications if self.verifications and by_layer else float("nan")
 
     @property
     def rows(self) -> float:

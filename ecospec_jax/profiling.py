@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
-from ecospec_jax.decoding import DecodeState, StepPlan, Weights, commit, draft, select, verify
+from ecospec_jax.decoding import DecodeState, StepPlan, Weights, commit, draft, predict, select, verify
 
-STAGES = ("draft", "select", "verify", "commit")
+STAGES = ("draft", "predict", "select", "verify", "commit")
 
 
 class StageProfiler:
@@ -22,6 +22,7 @@ class StageProfiler:
     def __init__(self, plan: StepPlan) -> None:
         """Nothing is compiled before the first call."""
         self._draft = jax.jit(partial(draft, plan), donate_argnames=("state",))
+        self._predict = jax.jit(partial(predict, plan), donate_argnames=("state",))
         self._select = jax.jit(partial(select, plan))
         self._verify = jax.jit(partial(verify, plan), donate_argnames=("state",))
         self._commit = jax.jit(partial(commit, plan), donate_argnames=("state",))
@@ -38,9 +39,10 @@ class StageProfiler:
 
         for _ in range(steps + 1):
             tree, state = timed("draft", self._draft, weights, state)
-            selection = timed("select", self._select, tree)
+            forecast, state = timed("predict", self._predict, weights, state, tree)
+            selection = timed("select", self._select, tree, forecast)
             verified, state = timed("verify", self._verify, weights, state, tree, selection)
-            state = timed("commit", self._commit, state, verified)
+            state = timed("commit", self._commit, state, verified, forecast)
             if state.finished_B.all():
                 break
         return {stage: statistics.median(times[1:] or times) for stage, times in samples.items()}

@@ -5,20 +5,112 @@ verification; then any policy leaves the output distribution unchanged (DESIGN.m
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from ecospec_jax.tree import CandidateTree, Selection
+from ecospec_jax import expert_bits
+from ecospec_jax.config import SpecConfig
+from ecospec_jax.tree import ROOT, CandidateTree, Selection
 
-Policy = Callable[[CandidateTree, int], Selection]
+
+@jax.tree_util.register_dataclass
+@dataclass
+class ExpertForecast:
+    """Predicted experts of one step as bit words; zero for finished sequences.
+
+    Attributes:
+        root_BLW: of the root, which is verified anyway.
+        nodes_BNLW: of each candidate node by itself.
+        buffer_BLW: experts that count as paid for before any node is chosen.
+    """
+
+    root_BLW: UInt32[Array, "batch layers words"]
+    nodes_BNLW: UInt32[Array, "batch nodes layers words"]
+    buffer_BLW: UInt32[Array, "batch layers words"]
 
 
-def likelihood(tree: CandidateTree, budget: int) -> Selection:
+Policy = Callable[[CandidateTree, ExpertForecast | None, SpecConfig], Selection]
+
+
+def likelihood(tree: CandidateTree, forecast: ExpertForecast | None, spec: SpecConfig) -> Selection:
     """The `budget` likeliest nodes: the drafter's own rerank, the EAGLE and MTP baseline.
 
     Cumulative probability never increases along a path and ties go to the lower index, so the set is prefix-closed.
     """
-    _, nodes_BM = lax.top_k(tree.log_probs_BN, budget)
+    _, nodes_BM = lax.top_k(tree.log_probs_BN, spec.budget)
     batch = tree.tokens_BN.shape[0]
-    return Selection(nodes_BM=jnp.sort(nodes_BM, axis=1), count_B=jnp.full(batch, budget, jnp.int32))
+    return Selection(nodes_BM=jnp.sort(nodes_BM, axis=1), count_B=jnp.full(batch, spec.budget, jnp.int32))
+
+
+def path_sets(tree: CandidateTree, forecast: ExpertForecast) -> UInt32[Array, "batch nodes layers words"]:
+    """Experts of each node and its ancestors, the root left out."""
+    on_path_BNN = tree.ancestors_BNN[..., None, None]
+    return expert_bits.union(jnp.where(on_path_BNN, forecast.nodes_BNLW[:, None], jnp.uint32(0)), axis=2)
+
+
+def new_experts(
+    path_BNLW: UInt32[Array, "batch nodes layers words"], buffer_LW: UInt32[Array, "layers words"]
+) -> Int[Array, "batch nodes"]:
+    """dC: (layer, expert) pairs of each path that the buffer does not hold."""
+    return jnp.sum(expert_bits.count(path_BNLW & ~buffer_LW), axis=-1)
+
+
+def cost_aware(tree: CandidateTree, forecast: ExpertForecast | None, spec: SpecConfig) -> Selection:
+    """EcoSpec's greedy choice: again and again the node with the best P / (new experts + eps) (arXiv 2607.12696).
+
+    P is the cumulative draft probability; the new experts are those of the node's path that the buffer lacks, and join
+    it once the node is chosen. The score never increases from parent to child and ties go to the lower index, so the
+    set is prefix-closed; a node is admitted only behind its parent, which keeps it so whatever rounding does.
+
+    With `spec.shared_buffer` all sequences fill one buffer, and the best node of any sequence comes first.
+    """
+    if forecast is None:
+        raise ValueError("cost-aware selection needs an expert predictor")
+    path_BNLW = path_sets(tree, forecast)
+    if spec.shared_buffer:
+        shared_LW = expert_bits.union(forecast.buffer_BLW, axis=0)
+        chosen_BN = _greedy(tree.parents_BN, tree.log_probs_BN, path_BNLW, shared_LW, spec)
+    else:
+
+        def alone(parents_N: Array, log_probs_N: Array, path_NLW: Array, buffer_LW: Array) -> Array:
+            return _greedy(parents_N[None], log_probs_N[None], path_NLW[None], buffer_LW, spec)[0]
+
+        chosen_BN = jax.vmap(alone)(tree.parents_BN, tree.log_probs_BN, path_BNLW, forecast.buffer_BLW)
+    return _selection(chosen_BN, spec.budget)
+
+
+def _greedy(
+    parents_BN: Int[Array, "batch nodes"],
+    log_probs_BN: Float[Array, "batch nodes"],
+    path_BNLW: UInt32[Array, "batch nodes layers words"],
+    buffer_LW: UInt32[Array, "layers words"],
+    spec: SpecConfig,
+) -> Bool[Array, "batch nodes"]:
+    """Chooses one node a round for sequences that share one buffer, at most `budget` for each of them."""
+    batch, nodes = parents_BN.shape
+    probability_BN = jnp.exp(log_probs_BN)
+
+    def pick(_: int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        chosen_BN, buffer_LW = carry
+        behind_BN = (parents_BN == ROOT) | jnp.take_along_axis(chosen_BN, jnp.maximum(parents_BN, 0), axis=1)
+        open_BN = behind_BN & ~chosen_BN & (jnp.sum(chosen_BN, axis=1, keepdims=True) < spec.budget)
+        score_BN = probability_BN / (new_experts(path_BNLW, buffer_LW) + spec.eps)
+        best = jnp.argmax(jnp.where(open_BN, score_BN, -1.0))
+        picked_BN = (jnp.arange(batch * nodes) == best).reshape(batch, nodes) & open_BN
+        added_LW = expert_bits.union(jnp.where(picked_BN[..., None, None], path_BNLW, jnp.uint32(0)), axis=(0, 1))
+        return chosen_BN | picked_BN, buffer_LW | added_LW
+
+    nothing_BN = jnp.zeros((batch, nodes), bool)
+    return lax.fori_loop(0, spec.budget * batch, pick, (nothing_BN, buffer_LW))[0]
+
+
+def _selection(chosen_BN: Bool[Array, "batch nodes"], budget: int) -> Selection:
+    """Chosen nodes as ascending indices."""
+    nodes = chosen_BN.shape[1]
+    index_BN = jnp.where(chosen_BN, jnp.arange(nodes), nodes)
+    first_BM = jnp.sort(index_BN, axis=1)[:, :budget]
+    return Selection(nodes_BM=jnp.minimum(first_BM, nodes - 1), count_B=jnp.sum(chosen_BN, axis=1, dtype=jnp.int32))

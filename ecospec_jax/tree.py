@@ -141,10 +141,18 @@ class VerifyTree:
     Attributes:
         rows: what the target processes.
         parent_rows_BR: row of each row's parent; 0 for the root itself.
+        pool_rows_BR: the row each row would have if the whole pool were laid out: 0 for the root, i + 1 for node i.
     """
 
     rows: Rows
     parent_rows_BR: Int[Array, "batch rows"]
+    pool_rows_BR: Int[Array, "batch rows"]
+
+
+def whole_pool(tree: CandidateTree) -> Selection:
+    """The selection of every node."""
+    batch, nodes = tree.tokens_BN.shape
+    return Selection(jnp.broadcast_to(jnp.arange(nodes), (batch, nodes)), jnp.full(batch, nodes, jnp.int32))
 
 
 def verify_tree(
@@ -188,4 +196,5 @@ def verify_tree(
             mask_BRW=mask_BRR,
         ),
         parent_rows_BR=root_column(parent_rows_BM, zero_B1),
+        pool_rows_BR=root_column(selection.nodes_BM + 1, zero_B1),
     )

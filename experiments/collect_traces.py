@@ -1,6 +1,6 @@
 """Collect routing traces: the target answers prompts, greedy and sampled, and its experts are recorded per token.
 
-    python -m experiments.collect_traces --target converted/tiny-qwen3-moe --prompts my_prompts.jsonl --out traces/tiny
+python -m experiments.collect_traces --target converted/tiny-qwen3-moe --prompts my_prompts.jsonl --out traces/tiny
 """
 
 from collections.abc import Iterator, Sequence

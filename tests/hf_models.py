@@ -39,7 +39,9 @@ DRAFTER = {
 }
 
 
-def write_target(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, **config: Any) -> Qwen3MoeForCausalLM:
+def write_target(
+    folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, **config: Any
+) -> Qwen3MoeForCausalLM:
     """Saves a random Qwen3-MoE (per-expert names, transformers 5 config) and returns it; norm weights are random too."""
     torch.manual_seed(seed)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(TARGET | config)))

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from ecospec_jax import expert_bits
 from ecospec_jax.cache import KVCache, Rows
-from ecospec_jax.config import BackbonePredictorConfig, RoutingShape
+from ecospec_jax.config import BackbonePredictorConfig, FrequencyConfig, RoutingShape, TokenTableConfig
 from ecospec_jax.models.backbone import Backbone
 from ecospec_jax.models.layers import Embedding, Linear
 
@@ -58,9 +58,10 @@ class Stateless(nnx.Module):
 class TokenTable(Stateless):
     """Top-k experts counted per token id on traces: a lookup, so it costs nothing."""
 
-    def __init__(self, vocab_size: int, routing: RoutingShape) -> None:
+    def __init__(self, config: TokenTableConfig) -> None:
         """An empty table; checkpoints fill it."""
-        shape = (vocab_size, routing.layers, expert_bits.words(routing.experts))
+        routing = config.routing
+        shape = (config.vocab_size, routing.layers, expert_bits.words(routing.experts))
         self.bits_VLW = nnx.Variable(jnp.zeros(shape, jnp.uint32), logical_axes=("vocab", "layers", "words"))
 
     def __call__(self, rows: Rows, cache: KVCache | None, evidence: Evidence) -> tuple[ExpertSets, KVCache | None]:
@@ -71,9 +72,9 @@ class TokenTable(Stateless):
 class Frequency(Stateless):
     """The k most frequent experts of each layer, whatever the token: a baseline."""
 
-    def __init__(self, routing: RoutingShape) -> None:
+    def __init__(self, config: FrequencyConfig) -> None:
         """Empty sets; checkpoints fill them."""
-        shape = (routing.layers, expert_bits.words(routing.experts))
+        shape = (config.routing.layers, expert_bits.words(config.routing.experts))
         self.bits_LW = nnx.Variable(jnp.zeros(shape, jnp.uint32), logical_axes=("layers", "words"))
 
     def __call__(self, rows: Rows, cache: KVCache | None, evidence: Evidence) -> tuple[ExpertSets, KVCache | None]:
@@ -110,7 +111,10 @@ class BackbonePredictor(nnx.Module):
         self.projection = Linear(config.embedding_size, hidden, ("embed", "features"), dtype=dtype, rngs=rngs)
         self.backbone = Backbone(config.backbone, dtype=dtype, rngs=rngs)
         self.heads = nnx.List(
-            [Linear(hidden, routing.experts, ("router", "embed"), dtype=dtype, rngs=rngs) for _ in range(routing.layers)]
+            [
+                Linear(hidden, routing.experts, ("router", "embed"), dtype=dtype, rngs=rngs)
+                for _ in range(routing.layers)
+            ]
         )
 
     def empty_cache(self, batch: int, capacity: int) -> KVCache:

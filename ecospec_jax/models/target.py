@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from ecospec_jax.cache import KVCache, Rows
 from ecospec_jax.config import ModelConfig
+from ecospec_jax.models.layers import Embedding
 
 
 @jax.tree_util.register_dataclass
@@ -46,6 +47,7 @@ class Target(Protocol):
 
     config: ModelConfig
     dtype: jnp.dtype
+    embedding: Embedding
 
     @property
     def num_experts(self) -> int:

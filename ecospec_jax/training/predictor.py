@@ -41,7 +41,7 @@ def pack(traces: Sequence[Trace], length: int, routing: RoutingShape) -> Example
 
 
 def batches(traces: Sequence[Trace], size: int, seed: int, first_step: int) -> Iterator[list[Trace]]:
-    """Endless shuffled batches; batch number `first_step` comes first, so a resumed run sees what it would have seen."""
+    """Endless shuffled batches from number `first_step` on, so a resumed run sees what it would have seen."""
     per_epoch = max(1, len(traces) // size)
     step = first_step
     while True:

@@ -100,13 +100,19 @@ BAD = {
     "negative shape": (header(lambda h: h[Q].update(shape=[-60, -24])), f"tensor {Q} of shape (-60, -24)"),
     "unknown dtype": (header(lambda h: h[Q].update(dtype="F6")), f"{FILE}: tensor {Q} has the unknown dtype F6"),
     "no offsets": (header(lambda h: h[Q].pop("data_offsets")), f"{FILE}: tensor {Q} is ill described"),
-    "no weights": (lambda folder: (folder / FILE).unlink(), "neither model.safetensors nor model.safetensors.index.json"),
+    "no weights": (
+        lambda folder: (folder / FILE).unlink(),
+        "neither model.safetensors nor model.safetensors.index.json",
+    ),
     "shard gone": (lambda folder: edit_index(folder, extra="model-2.safetensors"), "model-2.safetensors: no such file"),
     "index too long": (
         lambda folder: edit_index(folder, extra="model-1.safetensors"),
         "model-1.safetensors: no tensor extra, though model.safetensors.index.json lists it",
     ),
-    "index too short": (lambda folder: edit_index(folder, **{Q: None}), f"{Q} is not listed in model.safetensors.index"),
+    "index too short": (
+        lambda folder: edit_index(folder, **{Q: None}),
+        f"{Q} is not listed in model.safetensors.index",
+    ),
     "index ill formed": (lambda folder: shard(folder).write_text("[]"), "index.json: no 'weight_map'"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json: no such file"),
     "config ill formed": (lambda folder: (folder / "config.json").write_text("{"), "config.json: cannot be read"),

@@ -17,9 +17,7 @@ BACKENDS = ["reference", "xla"]
 EXPERTS, HIDDEN, FFN = 8, 21, 146  # FFN is no multiple of 128, so the tiled loop takes two tiles of 73
 
 
-def make_weights(
-    random: np.random.Generator, experts: int, hidden: int, ffn: int, dtype=jnp.float32
-) -> ExpertWeights:
+def make_weights(random: np.random.Generator, experts: int, hidden: int, ffn: int, dtype=jnp.float32) -> ExpertWeights:
     draw = lambda *shape: jnp.asarray(random.normal(size=shape) * shape[-1] ** -0.5, dtype)  # noqa: E731
     return ExpertWeights(
         gate_EFD=draw(experts, ffn, hidden), up_EFD=draw(experts, ffn, hidden), down_EDF=draw(experts, hidden, ffn)

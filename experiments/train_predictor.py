@@ -1,0 +1,224 @@
+"""Train expert predictors on routing traces, and judge them on prompts they have not seen.
+
+    python -m experiments.train_predictor --target converted/tiny-qwen3-moe --traces traces/tiny --out predictors/tiny
+
+Writes the trained backbone, the token table and the frequency prior, with their held-out top-k overlap per layer beside
+that of the previous token's experts. An interrupted training resumes exactly where its last checkpoint was.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import tyro
+from flax import nnx
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ecospec_jax import Decoder, UserError, expert_bits
+from ecospec_jax.config import (
+    BackboneConfig,
+    BackbonePredictorConfig,
+    FrequencyConfig,
+    PredictorConfig,
+    RopeConfig,
+    RoutingShape,
+    TokenTableConfig,
+)
+from ecospec_jax.errors import reported_as_user_error, run_command
+from ecospec_jax.models.predictor import BackbonePredictor, Frequency, TokenTable, top_experts
+from ecospec_jax.predictor_checkpoint import save_predictors
+from ecospec_jax.training.predictor import Trainer, batches, optimiser, pack, top_k_overlap
+from ecospec_jax.training.tables import expert_counts, layer_prior, token_scores
+from ecospec_jax.training.traces import Trace, read_manifest, read_traces, split_by_prompt
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Train expert predictors on routing traces."""
+
+    target: Path
+    """Folder that `python -m convert` wrote; its token embedding is shared, frozen."""
+    traces: Path
+    """Folder that `python -m experiments.collect_traces` wrote."""
+    out: Path
+    """Folder for the predictors; must not exist."""
+    width: int = 192
+    """Hidden size of the backbone."""
+    depth: int = 2
+    """Layers of the backbone."""
+    heads: int = 4
+    """Attention heads of the backbone; half as many key/value heads."""
+    steps: int = 2000
+    """Optimiser steps."""
+    batch_size: int = 16
+    """Sequences per step."""
+    length: int = 256
+    """Tokens of a sequence; longer ones are cut."""
+    learning_rate: float = 2e-3
+    """Peak learning rate."""
+    warmup: int = 100
+    """Steps of linear warm-up."""
+    weight_decay: float = 0.01
+    """AdamW's."""
+    held_out: float = 0.2
+    """Share of prompts kept for judging."""
+    seed: int = 0
+    """Seed of initial weights, order and split."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints, with a held-out overlap each."""
+
+    def backbone(self, target: Decoder) -> BackbonePredictorConfig:
+        config = target.target.config
+        return BackbonePredictorConfig(
+            vocab_size=config.vocab_size,
+            embedding_size=config.hidden_size,
+            backbone=BackboneConfig(
+                hidden_size=self.width,
+                num_layers=self.depth,
+                num_heads=self.heads,
+                num_kv_heads=max(1, self.heads // 2),
+                head_dim=self.width // self.heads,
+                intermediate_size=3 * self.width,
+                rms_norm_eps=1e-6,
+                rope=RopeConfig(theta=1e4),
+            ),
+            routing=RoutingShape.of(config),
+        )
+
+
+def load_traces(settings: Settings, decoder: Decoder) -> tuple[list[Trace], list[Trace]]:
+    """Training and held-out traces of this very target."""
+    manifest = read_manifest(settings.traces)
+    if manifest.target_hash != decoder.target_hash:
+        raise UserError(f"{settings.traces}: traces of another target (hash {manifest.target_hash[:12]})")
+    traces = list(read_traces(settings.traces, manifest))
+    train, held_out = split_by_prompt(traces, settings.held_out, settings.seed)
+    if not train or not held_out:
+        raise UserError(f"{settings.traces}: {len(manifest.prompts)} prompts are too few to hold some out")
+    return train, held_out
+
+
+def train_backbone(
+    settings: Settings, decoder: Decoder, train: list[Trace], held_out: list[Trace], console: Console
+) -> BackbonePredictor:
+    """Trains with checkpoints beside the output folder; they are removed by the caller once all is written."""
+    model = BackbonePredictor(settings.backbone(decoder), dtype=jnp.dtype("float32"), rngs=nnx.Rngs(settings.seed))
+    model.embedding.weight.set_value(decoder.target.embedding.weight.get_value().astype(jnp.float32))
+    transformation = optimiser(settings.learning_rate, settings.steps, settings.warmup, settings.weight_decay)
+    trainer = Trainer(model, transformation)
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
+    folder = checkpoint_folder(settings)
+    with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
+        done = manager.latest_step() or 0
+        if done:
+            with reported_as_user_error(f"{folder}: cannot resume; remove it to start again", ValueError, KeyError):
+                trainer.restore(manager.restore(done, args=ocp.args.StandardRestore(trainer.state)))
+            console.print(f"resuming after step {done}")
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console) as progress:
+            task = progress.add_task("training", total=settings.steps, completed=done)
+            feed = batches(train, settings.batch_size, settings.seed, done)
+            routing = model.config.routing
+            for step in range(done + 1, settings.steps + 1):
+                loss = trainer.step(pack(next(feed), settings.length, routing))
+                progress.update(task, advance=1)
+                if step % settings.checkpoint_every == 0 or step == settings.steps:
+                    overlap = top_k_overlap(trainer.model, held_out[:64], settings.batch_size, settings.length)
+                    console.print(f"step {step}: loss {float(loss):.3f}, held-out overlap {overlap.mean():.3f}")
+                    manager.save(step, args=ocp.args.StandardSave(trainer.state))
+    return trainer.model
+
+
+def checkpoint_folder(settings: Settings) -> Path:
+    return settings.out.with_name(f"{settings.out.name}.training")
+
+
+def true_sets(trace: Trace, routing: RoutingShape) -> np.ndarray:
+    """The experts of each token as bit words, uint32 `[T, L, W]`."""
+    return np.asarray(expert_bits.from_ids(jnp.asarray(trace.experts_TLK, jnp.int32), routing.experts))
+
+
+def table_overlap(predicted_VLW: np.ndarray, traces: list[Trace], routing: RoutingShape) -> tuple[float, ...]:
+    """Held-out top-k overlap per layer of a predictor that depends on the token id alone."""
+    hits, tokens = np.zeros(routing.layers), 0
+    for trace in traces:
+        true = true_sets(trace, routing)
+        hits += np.bitwise_count(predicted_VLW[trace.tokens_T] & true).sum(axis=(0, 2))
+        tokens += len(trace.tokens_T)
+    return tuple((hits / (tokens * routing.k)).tolist())
+
+
+def previous_overlap(traces: list[Trace], routing: RoutingShape) -> tuple[float, ...]:
+    """Held-out overlap per layer of a token's experts with the previous token's."""
+    hits, tokens = np.zeros(routing.layers), 0
+    for trace in traces:
+        bits = true_sets(trace, routing)
+        hits += np.bitwise_count(bits[1:] & bits[:-1]).sum(axis=(0, 2))
+        tokens += len(bits) - 1
+    return tuple((hits / (tokens * routing.k)).tolist())
+
+
+def run(settings: Settings) -> None:
+    console = Console()
+    if settings.out.exists():
+        raise UserError(f"{settings.out}: already exists; remove it or choose another name")
+    decoder = Decoder.load(settings.target)
+    train, held_out = load_traces(settings, decoder)
+    routing = RoutingShape.of(decoder.target.config)
+    vocabulary = decoder.target.config.vocab_size
+
+    table, frequency = TokenTable(TokenTableConfig(vocabulary, routing)), Frequency(FrequencyConfig(routing))
+    counts_VLE = expert_counts(train, vocabulary, routing)
+    table.bits_VLW.set_value(top_experts(jnp.asarray(token_scores(counts_VLE)), routing))
+    frequency.bits_LW.set_value(top_experts(jnp.asarray(layer_prior(counts_VLE)), routing))
+    backbone = train_backbone(settings, decoder, train, held_out, console)
+
+    table_VLW = np.asarray(table.bits_VLW.get_value())
+    frequency_VLW = np.broadcast_to(np.asarray(frequency.bits_LW.get_value()), table_VLW.shape)
+    overlap = {
+        "backbone": tuple(top_k_overlap(backbone, held_out, settings.batch_size, settings.length).tolist()),
+        "token_table": table_overlap(table_VLW, held_out, routing),
+        "frequency": table_overlap(frequency_VLW, held_out, routing),
+        "previous": previous_overlap(held_out, routing),
+    }
+    models: dict[str, tuple[PredictorConfig, object]] = {
+        "backbone": (backbone.config, backbone),
+        "token_table": (TokenTableConfig(vocabulary, routing), table),
+        "frequency": (FrequencyConfig(routing), frequency),
+    }
+    recipe = {
+        "steps": str(settings.steps),
+        "batch_size": str(settings.batch_size),
+        "learning_rate": str(settings.learning_rate),
+        "training_tokens": str(sum(len(trace.tokens_T) for trace in train)),
+        "held_out_tokens": str(sum(len(trace.tokens_T) for trace in held_out)),
+    }
+    save_predictors(
+        settings.out,
+        models,
+        target_hash=decoder.target_hash,
+        overlap=overlap,
+        recipe=recipe,
+        dtype=jnp.dtype("bfloat16"),
+    )
+    report(overlap, console)
+    console.print(f"written to {settings.out}")
+
+
+def report(overlap: dict[str, tuple[float, ...]], console: Console) -> None:
+    table = Table(title="held-out top-k overlap by MoE layer")
+    table.add_column("predictor")
+    table.add_column("mean", justify="right")
+    for layer in range(len(next(iter(overlap.values())))):
+        table.add_column(str(layer), justify="right")
+    for name, values in overlap.items():
+        table.add_row(name, f"{np.mean(values):.3f}", *(f"{value:.3f}" for value in values))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    run_command(lambda: run(tyro.cli(Settings, description=__doc__)))
