@@ -29,10 +29,10 @@ from ecospec_jax.config import (
     TokenTableConfig,
 )
 from ecospec_jax.errors import reported_as_user_error, run_command
-from ecospec_jax.models.predictor import BackbonePredictor, Frequency, TokenTable, top_experts
+from ecospec_jax.models.predictor import BackbonePredictor, Frequency, TokenTable
 from ecospec_jax.predictor_checkpoint import save_predictors
 from ecospec_jax.training.predictor import Trainer, batches, optimiser, pack, top_k_overlap
-from ecospec_jax.training.tables import expert_counts, layer_prior, token_scores
+from ecospec_jax.training.tables import best_experts, expert_counts, layer_prior, token_scores
 from ecospec_jax.training.traces import Trace, read_manifest, read_traces, split_by_prompt
 
 
@@ -137,17 +137,19 @@ def checkpoint_folder(settings: Settings) -> Path:
     return settings.out.with_name(f"{settings.out.name}.training")
 
 
-def true_sets(trace: Trace, routing: RoutingShape) -> np.ndarray:
-    """The experts of each token as bit words, uint32 `[T, L, W]`."""
-    return np.asarray(expert_bits.from_ids(jnp.asarray(trace.experts_TLK, jnp.int32), routing.experts))
+def chosen(trace: Trace, routing: RoutingShape) -> np.ndarray:
+    """Which experts each token uses, bool `[T, L, E]`."""
+    used_TLE = np.zeros((len(trace.tokens_T), routing.layers, routing.experts), bool)
+    np.put_along_axis(used_TLE, trace.experts_TLK.astype(np.int64), True, axis=-1)
+    return used_TLE
 
 
-def table_overlap(predicted_VLW: np.ndarray, traces: list[Trace], routing: RoutingShape) -> tuple[float, ...]:
+def table_overlap(ranked_VLK: np.ndarray, traces: list[Trace], routing: RoutingShape) -> tuple[float, ...]:
     """Held-out top-k overlap per layer of a predictor that depends on the token id alone."""
     hits, tokens = np.zeros(routing.layers), 0
     for trace in traces:
-        true = true_sets(trace, routing)
-        hits += np.bitwise_count(predicted_VLW[trace.tokens_T] & true).sum(axis=(0, 2))
+        predicted_TLK = ranked_VLK[trace.tokens_T]
+        hits += np.take_along_axis(chosen(trace, routing), predicted_TLK, axis=-1).sum(axis=(0, 2))
         tokens += len(trace.tokens_T)
     return tuple((hits / (tokens * routing.k)).tolist())
 
@@ -156,9 +158,9 @@ def previous_overlap(traces: list[Trace], routing: RoutingShape) -> tuple[float,
     """Held-out overlap per layer of a token's experts with the previous token's."""
     hits, tokens = np.zeros(routing.layers), 0
     for trace in traces:
-        bits = true_sets(trace, routing)
-        hits += np.bitwise_count(bits[1:] & bits[:-1]).sum(axis=(0, 2))
-        tokens += len(bits) - 1
+        used_TLE = chosen(trace, routing)
+        hits += (used_TLE[1:] & used_TLE[:-1]).sum(axis=(0, 2))
+        tokens += len(used_TLE) - 1
     return tuple((hits / (tokens * routing.k)).tolist())
 
 
@@ -171,18 +173,18 @@ def run(settings: Settings) -> None:
     routing = RoutingShape.of(decoder.target.config)
     vocabulary = decoder.target.config.vocab_size
 
-    table, frequency = TokenTable(TokenTableConfig(vocabulary, routing)), Frequency(FrequencyConfig(routing))
     counts_VLE = expert_counts(train, vocabulary, routing)
-    table.bits_VLW.set_value(top_experts(jnp.asarray(token_scores(counts_VLE)), routing))
-    frequency.bits_LW.set_value(top_experts(jnp.asarray(layer_prior(counts_VLE)), routing))
+    table_VLK = best_experts(token_scores(counts_VLE), routing.k)
+    frequency_LK = best_experts(layer_prior(counts_VLE), routing.k)
+    table, frequency = TokenTable(TokenTableConfig(vocabulary, routing)), Frequency(FrequencyConfig(routing))
+    table.bits_VLW.set_value(expert_bits.from_ids(jnp.asarray(table_VLK), routing.experts))
+    frequency.bits_LW.set_value(expert_bits.from_ids(jnp.asarray(frequency_LK), routing.experts))
     backbone = train_backbone(settings, decoder, train, held_out, console)
 
-    table_VLW = np.asarray(table.bits_VLW.get_value())
-    frequency_VLW = np.broadcast_to(np.asarray(frequency.bits_LW.get_value()), table_VLW.shape)
     overlap = {
         "backbone": tuple(top_k_overlap(backbone, held_out, settings.batch_size, settings.length).tolist()),
-        "token_table": table_overlap(table_VLW, held_out, routing),
-        "frequency": table_overlap(frequency_VLW, held_out, routing),
+        "token_table": table_overlap(table_VLK, held_out, routing),
+        "frequency": table_overlap(np.broadcast_to(frequency_LK, table_VLK.shape), held_out, routing),
         "previous": previous_overlap(held_out, routing),
     }
     models: dict[str, tuple[PredictorConfig, object]] = {

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from ecospec_jax.config import RoutingShape
 from ecospec_jax.training.traces import Trace
@@ -31,3 +31,8 @@ def layer_prior(counts_VLE: Float[np.ndarray, "vocab layers experts"]) -> Float[
 def token_scores(counts_VLE: Float[np.ndarray, "vocab layers experts"]) -> Float[np.ndarray, "vocab layers experts"]:
     """Counts plus the layer prior, so that rare and unseen ids fall back to the layer's favourites."""
     return counts_VLE + PRIOR_WEIGHT * layer_prior(counts_VLE)
+
+
+def best_experts(scores: Float[np.ndarray, "... experts"], k: int) -> Int[np.ndarray, "... k"]:
+    """Ids of the k best-scored experts, best first, ties to the lower id."""
+    return np.argsort(-scores, axis=-1, kind="stable")[..., :k].astype(np.int32)
