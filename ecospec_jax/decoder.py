@@ -153,7 +153,7 @@ class Decoder:
         stop: Sequence[str] = (),
         ignore_eos: bool = False,
         batch_size: int = 1,
-        capacity: int | None = None,
+        capacity: int = 0,
         on_text: Callable[[str], None] | None = None,
     ) -> GenerationResult:
         """Answers every prompt.
@@ -169,7 +169,7 @@ class Decoder:
             stop: strings that end an answer; the text is cut before them.
             ignore_eos: go on after an end-of-sequence token.
             batch_size: prompts decoded together. The tokens do not depend on it.
-            capacity: cache slots; the smallest bucket that fits if not given.
+            capacity: least number of cache slots; calls that ask for the same share one compilation.
             on_text: called with each piece of text as it is committed; for batch size 1.
 
         Raises:
@@ -230,7 +230,7 @@ class Decoder:
             encoded,
             _seeds(seed, 1),
             max_new_tokens=max_new_tokens,
-            capacity=self._capacity(encoded, max_new_tokens, program.plan, None),
+            capacity=self._capacity(encoded, max_new_tokens, program.plan),
             batch_size=1,
         )
         yield from batch.stream(Answer(self.tokenizer, stop, program.plan.eos_ids))
@@ -255,7 +255,7 @@ class Decoder:
             encoded,
             _seeds(0, batch_size),
             max_new_tokens=new_tokens,
-            capacity=self._capacity(encoded, new_tokens, program.plan, None),
+            capacity=self._capacity(encoded, new_tokens, program.plan),
             batch_size=batch_size,
         )
         return StageProfiler(program.plan).milliseconds(program.weights, batch.state, steps)
@@ -317,16 +317,14 @@ class Decoder:
                 f"{where}: {length} prompt tokens and {max_new_tokens} new ones exceed the model's context of {context}"
             )
 
-    def _capacity(self, encoded: list[list[int]], max_new_tokens: int, plan: StepPlan, asked: int | None) -> int:
+    def _capacity(self, encoded: list[list[int]], max_new_tokens: int, plan: StepPlan, asked: int = 0) -> int:
         if max_new_tokens < 1:
             raise UserError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
         for index, ids in enumerate(encoded):
             self.check_fits(ids, max_new_tokens, f"prompt {index}")
         longest = max(len(ids) for ids in encoded)
         least = max(longest + max_new_tokens + plan.scratch_slots(), bucket(longest))
-        if asked is not None and asked < least:
-            raise UserError(f"a cache of {asked} slots is too small: prompts and new tokens need {least}")
-        return bucket(least) if asked is None else asked
+        return bucket(max(least, asked))
 
 
 def _seeds(seed: int | Sequence[int], prompts: int) -> list[tuple[int, int]]:

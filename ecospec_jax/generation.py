@@ -15,7 +15,7 @@ from ecospec_jax.stopping import StopMatcher
 from ecospec_jax.tokenizer import Tokenizer
 from ecospec_jax.verification import sequence_keys
 
-SMALLEST_BUCKET = 32
+SMALLEST_BUCKET = 128  # shorter prompts are padded to it: fewer compilations, and a prefill this short costs little
 
 
 def bucket(length: int) -> int:

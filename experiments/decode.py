@@ -36,6 +36,8 @@ class Settings:
     """Folder that `python -m convert` wrote."""
     drafter: Path | None = None
     """Take the drafter from this converted folder instead of the target's own."""
+    predictor: Path | None = None
+    """Folder of expert predictors that `python -m experiments.train_predictor` wrote."""
     random_weights: str | None = None
     """Instead of a target: random weights of this published shape, e.g. qwen3-30b-a3b; text becomes UTF-8 bytes."""
     layers: int | None = None
@@ -46,7 +48,7 @@ class Settings:
     """Instead of a prompt file: one prompt."""
     limit: int | None = None
     """Use only the first prompts of the file."""
-    methods: str = "ar,likelihood"
+    methods: str = "ar,likelihood,ecospec,oracle"
     """Methods to compare, separated by commas; the first is the baseline of the speedup."""
     temperature: float = 0.0
     """0 is greedy."""
@@ -64,12 +66,18 @@ class Settings:
     """Go on after the end-of-sequence token."""
     batch_size: int = 1
     """Prompts decoded together."""
-    depth: int = 3
+    depth: int = SpecConfig.depth
     """Token levels of the candidate tree."""
-    branch: int = 2
+    branch: int = SpecConfig.branch
     """Children of each expanded node."""
-    budget: int = 4
+    budget: int = SpecConfig.budget
     """Candidate nodes verified beside the root."""
+    eps: float = SpecConfig.eps
+    """Cost-aware score: added to the count of new experts."""
+    buffer: Literal["empty", "root", "previous"] = SpecConfig.buffer
+    """Experts that count as paid for before any node is chosen."""
+    shared_buffer: bool = False
+    """One expert buffer for the whole batch instead of one a sequence."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     """Compute dtype; auto is float32 on CPU and bfloat16 on accelerators."""
     out: Path = Path("results/decode")
@@ -79,7 +87,14 @@ class Settings:
 
     @property
     def spec(self) -> SpecConfig:
-        return SpecConfig(depth=self.depth, branch=self.branch, budget=self.budget)
+        return SpecConfig(
+            depth=self.depth,
+            branch=self.branch,
+            budget=self.budget,
+            eps=self.eps,
+            buffer=self.buffer,
+            shared_buffer=self.shared_buffer,
+        )
 
     @property
     def sampling(self) -> SamplingConfig:
@@ -103,7 +118,7 @@ def load_decoder(settings: Settings) -> Decoder:
     if settings.target is not None:
         if settings.layers is not None:
             raise UserError("--layers goes with --random-weights")
-        return Decoder.load(settings.target, drafter=settings.drafter, dtype=dtype)
+        return Decoder.load(settings.target, drafter=settings.drafter, predictor=settings.predictor, dtype=dtype)
     config = get_preset(str(settings.random_weights))
     if settings.layers is not None:
         config = dataclasses.replace(config, num_layers=settings.layers)
@@ -143,7 +158,12 @@ class Conversation:
 
 
 def converse(
-    decoder: Decoder, settings: Settings, method: str, prompts: list[tuple[int, Prompt]], console: Console
+    decoder: Decoder,
+    settings: Settings,
+    method: str,
+    prompts: list[tuple[int, Prompt]],
+    capacity: int,
+    console: Console,
 ) -> tuple[list[Conversation], DecodeStats]:
     """Decodes all turns of a batch of prompts with one method."""
     conversations = [Conversation(prompt, settings.seed + index) for index, prompt in prompts]
@@ -161,6 +181,7 @@ def converse(
             stop=settings.stop,
             ignore_eos=settings.ignore_eos,
             batch_size=settings.batch_size,
+            capacity=capacity,
             on_text=(lambda piece: console.print(piece, end="", markup=False, highlight=False))
             if settings.stream
             else None,
@@ -174,14 +195,22 @@ def converse(
     return conversations, total
 
 
+def whole_length(decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> int:
+    """Most tokens that all turns and answers of a prompt can have: with this capacity each method compiles once."""
+    answers = [Generation((), "", "length")] * (len(prompt.turns) - 1)
+    asked = Conversation(prompt, 0, answers).next_input(decoder)
+    return len(decoder.encode(asked)) + len(prompt.turns) * max_new_tokens
+
+
 def measure(
     decoder: Decoder, settings: Settings, prompts: list[Prompt], bytes_read: ByteModel, console: Console
 ) -> Iterator[Record]:
     """Decodes batch by batch, the methods in turn on each, so that a drifting machine hits them alike."""
+    capacity = max(whole_length(decoder, prompt, settings.max_new_tokens) for prompt in prompts)
     for first in range(0, len(prompts), settings.batch_size):
         batch = list(enumerate(prompts))[first : first + settings.batch_size]
         for method in settings.method_names:
-            conversations, stats = converse(decoder, settings, method, batch, console)
+            conversations, stats = converse(decoder, settings, method, batch, capacity, console)
             for conversation in conversations:
                 yield Record.create(method, conversation.prompt.id, first, conversation.answers, stats, bytes_read)
 

@@ -7,19 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+from rich.console import Console
+from rich.table import Table
 
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-
-from ecospec_jax import Generation  # noqa: E402
-from ecospec_jax.cost import ByteModel  # noqa: E402
-from ecospec_jax.errors import reported_as_user_error  # noqa: E402
-from ecospec_jax.metrics import DecodeStats  # noqa: E402
-from ecospec_jax.profiling import STAGES  # noqa: E402
-from experiments.intervals import Interval, median_interval  # noqa: E402
+from ecospec_jax import Generation
+from ecospec_jax.cost import ByteModel
+from ecospec_jax.errors import reported_as_user_error
+from ecospec_jax.methods import get_method
+from ecospec_jax.metrics import DecodeStats
+from ecospec_jax.profiling import STAGES
+from experiments.intervals import Interval, mean_interval, median_interval
+from experiments.plots import plt, save_figure
+from experiments.tables import markdown_table, write_text
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,9 @@ class Record:
             "tokens_per_second": finite(self.stats.tokens_per_second),
             "tau": finite(self.stats.tau),
             "u": finite(self.stats.u),
+            "predicted_u": finite(self.stats.predicted_u),
+            "overlap": finite(self.stats.overlap),
+            "marginal_error": finite(self.stats.marginal_error),
             "rows": finite(self.stats.rows),
             "bytes_per_step": finite(self.bytes_per_step),
             "bytes_per_token": finite(self.bytes_per_token),
@@ -78,11 +80,16 @@ def finite(value: float) -> float | None:
 
 @dataclass(frozen=True)
 class Row:
-    """One method's line of the table."""
+    """One method's line of the table; `oracle` marks methods whose predictor's time is not counted."""
 
     method: str
+    oracle: bool
     figures: dict[str, Interval]
     stages: dict[str, Interval]
+
+    @property
+    def title(self) -> str:
+        return f"{self.method}*" if self.oracle else self.method
 
 
 COLUMNS = {
@@ -90,34 +97,52 @@ COLUMNS = {
     "speedup": ("speedup", 1.0, 2),
     "tau": ("tau", 1.0, 2),
     "u": ("U", 1.0, 2),
+    "predicted_u": ("U predicted", 1.0, 2),
+    "overlap": ("overlap", 1.0, 2),
+    "marginal_error": ("marginal error", 1.0, 2),
     "bytes_per_step": ("MB/step", 1e-6, 2),
     "bytes_per_token": ("MB/token", 1e-6, 2),
 }
+NOTES = (
+    "Medians over prompts [95 % bootstrap interval]; stage times are from a separate staged pass.",
+    "* an experiment: sees the target's true routing by an extra pass; that pass's staged time is not counted.",
+)
 
 
 def summarise(methods: list[str], records: list[Record], stages: dict[str, list[dict[str, float]]]) -> list[Row]:
     """Medians over batches of prompts; speedup is paired batch by batch with the first method."""
-    batches = {method: {r.batch: r for r in records if r.method == method} for method in methods}
-    baseline = batches[methods[0]]
+    batches = {method: {r.batch: r.stats for r in records if r.method == method} for method in methods}
+    staged = {
+        method: {stage: median_interval([times[stage] for times in stages[method]]) for stage in STAGES}
+        for method in methods
+    }
+
+    def throughput(method: str, stats: DecodeStats) -> float:
+        extra = staged[method]["predict"].middle / 1000 if is_oracle(method) else 0.0
+        return stats.emitted / (stats.decode_seconds - stats.verifications * extra) if stats.emitted else math.nan
+
+    baseline = {batch: throughput(methods[0], stats) for batch, stats in batches[methods[0]].items()}
     rows = []
     for method in methods:
-        mine = batches[method].values()
+        mine = batches[method]
+        speeds = {batch: throughput(method, stats) for batch, stats in mine.items()}
         figures = {
-            "tokens_per_second": [r.stats.tokens_per_second for r in mine],
-            "speedup": [r.stats.tokens_per_second / baseline[r.batch].stats.tokens_per_second for r in mine],
-            "tau": [r.stats.tau for r in mine],
-            "u": [r.stats.u for r in mine],
-            "bytes_per_step": [r.bytes_per_step for r in mine],
-            "bytes_per_token": [r.bytes_per_token for r in mine],
+            "tokens_per_second": list(speeds.values()),
+            "speedup": [speed / baseline[batch] for batch, speed in speeds.items()],
+            "bytes_per_step": [r.bytes_per_step for r in records if r.method == method],
+            "bytes_per_token": [r.bytes_per_token for r in records if r.method == method],
+            **{
+                name: [getattr(stats, name) for stats in mine.values()]
+                for name in ("tau", "u", "predicted_u", "overlap", "marginal_error")
+            },
         }
-        rows.append(
-            Row(
-                method,
-                {name: median_interval(values) for name, values in figures.items()},
-                {stage: median_interval([times[stage] for times in stages[method]]) for stage in STAGES},
-            )
-        )
+        intervals = {name: median_interval(figures[name]) for name in COLUMNS}
+        rows.append(Row(method, is_oracle(method), intervals, staged[method]))
     return rows
+
+
+def is_oracle(method: str) -> bool:
+    return get_method(method).predictor == "oracle"
 
 
 def same_tokens(methods: list[str], records: list[Record]) -> list[str]:
@@ -135,21 +160,37 @@ def same_tokens(methods: list[str], records: list[Record]) -> list[str]:
     return lines
 
 
-def _cell(interval: Interval, scale: float, digits: int) -> str:
-    if not math.isfinite(interval.median):
+def paired_u(methods: list[str], records: list[Record]) -> list[str]:
+    """Mean difference in U of each informed method to `likelihood`, paired by batch of prompts."""
+    if "likelihood" not in methods:
+        return []
+    u = {method: {r.batch: r.stats.u for r in records if r.method == method} for method in methods}
+    lines = []
+    for method in methods:
+        if get_method(method).predictor is not None:
+            difference = mean_interval([u[method][batch] - u["likelihood"][batch] for batch in u[method]])
+            lines.append(
+                f"U of {method} minus likelihood, paired: {difference.middle:+.3f} "
+                f"[{difference.low:+.3f}, {difference.high:+.3f}]"
+            )
+    return lines
+
+
+def _cell(interval: Interval, scale: float, digits: int, separator: str) -> str:
+    if not math.isfinite(interval.middle):
         return "-"
     low, high = interval.low * scale, interval.high * scale
-    return f"{interval.median * scale:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+    return f"{interval.middle * scale:.{digits}f}{separator}[{low:.{digits}f}, {high:.{digits}f}]"
 
 
-def table_cells(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """Header and cells as text."""
+def table_cells(rows: list[Row], separator: str) -> tuple[list[str], list[list[str]]]:
+    """Header and cells as text; `separator` stands between a median and its interval."""
     header = ["method", *(title for title, _, _ in COLUMNS.values()), *(f"{stage} ms" for stage in STAGES)]
     cells = [
         [
-            row.method,
-            *(_cell(row.figures[name], scale, digits) for name, (_, scale, digits) in COLUMNS.items()),
-            *(f"{row.stages[stage].median:.2f}" for stage in STAGES),
+            row.title,
+            *(_cell(row.figures[name], scale, digits, separator) for name, (_, scale, digits) in COLUMNS.items()),
+            *(f"{row.stages[stage].middle:.2f}" for stage in STAGES),
         ]
         for row in rows
     ]
@@ -166,62 +207,48 @@ def write_report(
 ) -> None:
     """Prints the table and writes `table.md` and the plots into `out`."""
     rows = summarise(methods, records, stages)
-    verdicts = same_tokens(methods, records)
-    header, cells = table_cells(rows)
+    verdicts = same_tokens(methods, records) + paired_u(methods, records)
+    notes = NOTES if any(row.oracle for row in rows) else NOTES[:1]
 
-    table = Table(title="medians over prompts [95 % interval]; stage times are from a separate staged pass")
+    header, cells = table_cells(rows, separator="\n")
+    table = Table()
     for title in header:
-        table.add_column(title, justify="left" if title == "method" else "right")
+        table.add_column(title, justify="left" if title == "method" else "right", no_wrap=title == "method")
     for line in cells:
         table.add_row(*line)
     console.print(table)
-    for verdict in verdicts:
-        console.print(verdict)
+    for line in (*notes, *verdicts):
+        console.print(line, soft_wrap=True)
 
+    header, cells = table_cells(rows, separator=" ")
     with reported_as_user_error(f"{out}: cannot be written", OSError):
-        _write(out / "table.md", _markdown(header, cells, verdicts, common))
+        write_text(out / "table.md", _markdown(header, cells, [*notes, *verdicts], common))
         _plot(out / "speed.png", rows)
         _plot_layers(out / "experts.png", methods, records)
     console.print(f"written to {out}: results.jsonl, table.md, speed.png, experts.png")
 
 
-def _markdown(header: list[str], cells: list[list[str]], verdicts: list[str], common: dict[str, Any]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join(line) + " |" for line in cells]
-    lines += ["", "Medians over prompts [95 % bootstrap interval]; stage times are from a separate staged pass.", ""]
-    lines += [f"- {verdict}" for verdict in verdicts]
-    lines += [f"- {name}: `{value}`" for name, value in common.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".partial")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
-
-
-def _save(figure: Any, path: Path) -> None:
-    temporary = path.with_name(path.name + ".partial")
-    figure.savefig(temporary, format="png", dpi=150)
-    plt.close(figure)
-    temporary.replace(path)
+def _markdown(header: list[str], cells: list[list[str]], remarks: list[str], common: dict[str, Any]) -> str:
+    lines = [f"- {remark}" for remark in remarks] + [f"- {name}: `{value}`" for name, value in common.items()]
+    return markdown_table(header, cells) + "\n" + "\n".join(lines) + "\n"
 
 
 def _plot(path: Path, rows: list[Row]) -> None:
     panels = ("speedup", "tau", "u", "bytes_per_token")
     figure, axes = plt.subplots(1, len(panels), figsize=(3 * len(panels), 3), layout="constrained")
-    names = [row.method for row in rows]
+    names = [row.title for row in rows]
     for axis, panel in zip(axes, panels, strict=True):
         title, scale, _ = COLUMNS[panel]
         values = [row.figures[panel] for row in rows]
-        medians = [value.median * scale for value in values]
+        medians = [value.middle * scale for value in values]
         errors = [
-            [(value.median - value.low) * scale for value in values],
-            [(value.high - value.median) * scale for value in values],
+            [(value.middle - value.low) * scale for value in values],
+            [(value.high - value.middle) * scale for value in values],
         ]
         axis.bar(names, medians, yerr=errors, capsize=4, color=[f"C{i}" for i in range(len(rows))])
         axis.set_title(title)
-    _save(figure, path)
+        axis.tick_params(axis="x", rotation=30)
+    save_figure(figure, path)
 
 
 def _plot_layers(path: Path, methods: list[str], records: list[Record]) -> None:
@@ -235,4 +262,4 @@ def _plot_layers(path: Path, methods: list[str], records: list[Record]) -> None:
     axis.set_ylabel("distinct experts per verification")
     axis.set_ylim(bottom=0)
     axis.legend()
-    _save(figure, path)
+    save_figure(figure, path)
