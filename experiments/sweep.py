@@ -10,7 +10,7 @@ import itertools
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tyro
 from rich.progress import track
@@ -39,7 +39,7 @@ class Settings:
     """Methods to sweep; eps and buffer are swept only where a predictor informs the policy."""
     eps: tuple[float, ...] = (0.25, 1.0, 4.0, 16.0, 64.0)
     """Added to the count of new experts in the cost-aware score."""
-    buffer: tuple[str, ...] = ("empty", "root", "previous")
+    buffer: tuple[Literal["empty", "root", "previous"], ...] = ("empty", "root", "previous")
     """Experts that count as paid for before any node is chosen."""
     budget: tuple[int, ...] = (1, 2, 4, 6)
     """Candidate nodes verified."""
