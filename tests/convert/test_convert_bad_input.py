@@ -100,13 +100,19 @@ BAD = {
     "negative shape": (header(lambda h: h[Q].update(shape=[-60, -24])), f"tensor {Q} of shape (-60, -24)"),
     "unknown dtype": (header(lambda h: h[Q].update(dtype="F6")), f"{FILE}: tensor {Q} has the unknown dtype F6"),
     "no offsets": (header(lambda h: h[Q].pop("data_offsets")), f"{FILE}: tensor {Q} is ill described"),
-    "no weights": (lambda folder: (folder / FILE).unlink(), "neither model.safetensors nor model.safetensors.index.json"),
+    "no weights": (
+        lambda folder: (folder / FILE).unlink(),
+        "neither model.safetensors nor model.safetensors.index.json",
+    ),
     "shard gone": (lambda folder: edit_index(folder, extra="model-2.safetensors"), "model-2.safetensors: no such file"),
     "index too long": (
         lambda folder: edit_index(folder, extra="model-1.safetensors"),
         "model-1.safetensors: no tensor extra, though model.safetensors.index.json lists it",
     ),
-    "index too short": (lambda folder: edit_index(folder, **{Q: None}), f"{Q} is not listed in model.safetensors.index"),
+    "index too short": (
+        lambda folder: edit_index(folder, **{Q: None}),
+        f"{Q} is not listed in model.safetensors.index",
+    ),
     "index ill formed": (lambda folder: shard(folder).write_text("[]"), "index.json: no 'weight_map'"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json: no such file"),
     "config ill formed": (lambda folder: (folder / "config.json").write_text("{"), "config.json: cannot be read"),
@@ -121,6 +127,10 @@ BAD = {
     "no norm_topk_prob": (config(norm_topk_prob=...), "config.json: norm_topk_prob: missing"),
     "odd head_dim": (config(head_dim=11), "config.json: head_dim must be even"),
     "no theta": (config(rope_parameters=...), "config.json: rope_theta: missing"),
+    "two ropes": (
+        config(rope_scaling={"type": "linear", "factor": 2.0}),
+        "config.json: rope_scaling: {'type': 'linear'",
+    ),
     "two thetas": (config(rope_theta=7.0), "config.json: rope_parameters.rope_theta: contradicts"),
     "rope type": (
         config(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
@@ -146,7 +156,7 @@ def test_bad_source_is_refused_before_anything_is_written(tmp_path, source, case
     damage(source)
     with pytest.raises(UserError, match=re.escape(message)) as error:
         convert(source, tmp_path / "out")
-    assert str(source) in str(error.value)
+    assert str(error.value).count(str(source)) == 1
     assert "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -184,7 +194,7 @@ def test_no_such_folder(tmp_path, name):
         convert(name, tmp_path / "out")
 
 
-@pytest.mark.parametrize("case", ["missing tensor", "truncated data", "model type"])
+@pytest.mark.parametrize("case", ["missing tensor", "model type"])
 def test_command_line_exits_with_2_and_one_line(tmp_path, source, case):
     damage, message = BAD[case]
     damage(source)

@@ -39,7 +39,11 @@ print(peak)
 def write_sparse_target(folder: Path) -> None:
     """A checkpoint of zeros: header of a two-layer model's names, widened to `LAYERS` layers; data are a hole."""
     write_target(folder, **(TARGET | {"num_hidden_layers": 1}))
-    edit_json(folder / "config.json", num_local_experts=SHAPE["num_experts"], **{k: v for k, v in SHAPE.items() if k != "num_experts"})
+    edit_json(
+        folder / "config.json",
+        num_local_experts=SHAPE["num_experts"],
+        **{k: v for k, v in SHAPE.items() if k != "num_experts"},
+    )
     hidden, inner, experts = SHAPE["hidden_size"], SHAPE["moe_intermediate_size"], SHAPE["num_experts"]
     shapes = {"model.embed_tokens.weight": (67, hidden), "lm_head.weight": (67, hidden), "model.norm.weight": (hidden,)}
     for i in range(LAYERS):
