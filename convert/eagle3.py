@@ -14,7 +14,7 @@ from convert.hf_config import HFConfig
 from convert.safetensors_reader import SafetensorsReader, Tensor
 from ecospec_jax.checkpoint import stored_parameters
 from ecospec_jax.config import Eagle3Config, ModelConfig
-from ecospec_jax.errors import UserError, reported_as_user_error
+from ecospec_jax.errors import UserError
 
 AuxOffset = Literal["auto", 0, 1]
 
@@ -90,32 +90,32 @@ def _config(
     vocab = layer.size("vocab_size")
     if vocab != target.vocab_size:
         layer.refuse("vocab_size", f"{vocab}, but the target's is {target.vocab_size}")
-    head_rows = reader.tensors[names.spelled("lm_head.weight")].shape[0] if own_head else vocab
+    head_rows = next(iter(reader.tensors[names.spelled("lm_head.weight")].shape), 0) if own_head else vocab
 
     def flag(key: str, default: bool) -> bool:
         values = (section.find(bool, key) for section in (source, eagle))
         return next((value for value in values if value is not None), default)
 
-    with reported_as_user_error(str(source.file), UserError):
-        return Eagle3Config(
-            hidden_size=hidden,
-            target_hidden_size=target.hidden_size,
-            intermediate_size=layer.size("intermediate_size"),
-            num_heads=layer.size("num_attention_heads"),
-            num_kv_heads=layer.size("num_key_value_heads"),
-            head_dim=layer.find(int, "head_dim") or hidden // layer.size("num_attention_heads"),
-            vocab_size=vocab,
-            draft_vocab_size=source.find(int, "draft_vocab_size") or head_rows,
-            rms_norm_eps=layer.need(float, "rms_norm_eps"),
-            rope=layer.rope(default_theta=_LLAMA_THETA),
-            boundaries=_boundaries(source, eagle, reader.tensors[names.spelled("fc.weight")], target, aux_offset),
-            norm_before_fc=flag("norm_before_fc", default="input_norm.weight" in names),
-            norm_each_boundary=flag("fc_norm", default="fc_norm.0.weight" in names),
-            norm_before_residual=flag("norm_before_residual", default=nested is not None),
-            norm_output=flag("norm_output", default=False),
-            own_embedding=own_embedding,
-            own_head=own_head,
-        )
+    return source.build(
+        Eagle3Config,
+        hidden_size=hidden,
+        target_hidden_size=target.hidden_size,
+        intermediate_size=layer.size("intermediate_size"),
+        num_heads=layer.size("num_attention_heads"),
+        num_kv_heads=layer.size("num_key_value_heads"),
+        head_dim=layer.find(int, "head_dim") or hidden // layer.size("num_attention_heads"),
+        vocab_size=vocab,
+        draft_vocab_size=source.find(int, "draft_vocab_size") or head_rows,
+        rms_norm_eps=layer.need(float, "rms_norm_eps"),
+        rope=layer.rope(default_theta=_LLAMA_THETA),
+        boundaries=_boundaries(source, eagle, reader.tensors[names.spelled("fc.weight")], target, aux_offset),
+        norm_before_fc=flag("norm_before_fc", default="input_norm.weight" in names),
+        norm_each_boundary=flag("fc_norm", default="fc_norm.0.weight" in names),
+        norm_before_residual=flag("norm_before_residual", default=nested is not None),
+        norm_output=flag("norm_output", default=False),
+        own_embedding=own_embedding,
+        own_head=own_head,
+    )
 
 
 def _refuse_other_architectures(

@@ -4,13 +4,16 @@ Two spellings are in use: that of the files on the Hub, and that of transformers
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from ecospec_jax.config import RopeConfig, from_json
 from ecospec_jax.errors import UserError, reported_as_user_error
 
 ValueT = TypeVar("ValueT", bool, int, float, str, list, dict)
+ResultT = TypeVar("ResultT")
+ParamsT = ParamSpec("ParamsT")
 
 _YARN_OPTIONS = ("beta_fast", "beta_slow", "truncate", "attention_factor", "mscale", "mscale_all_dim")
 _ROPE_KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # rope type -> required keys, optional keys
@@ -79,14 +82,22 @@ class HFConfig:
             self.refuse(key, f"{values} are not all integers")
         return None if values is None else tuple(values)
 
-    def section(self, key: str) -> "HFConfig | None":
-        """A nested object; None if there is none."""
-        values = self.find(dict, key)
-        return None if values is None else HFConfig(self.file, values, f"{self._where}{key}.")
+    def section(self, *spellings: str) -> "HFConfig | None":
+        """The nested object under any of the spellings; None if there is none."""
+        values = self.find(dict, *spellings)
+        if values is None:
+            return None
+        key = next(key for key in spellings if self.values.get(key) is not None)
+        return HFConfig(self.file, values, f"{self._where}{key}.")
+
+    def build(self, make: Callable[ParamsT, ResultT], *args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ResultT:
+        """`make(...)`, whose refusal of a value then names the file."""
+        with reported_as_user_error(str(self.file), UserError):
+            return make(*args, **kwargs)
 
     def rope(self, default_theta: float | None = None) -> RopeConfig:
         """The rope in either spelling; without `default_theta` the config must state a theta."""
-        scaling = self.section("rope_parameters") or self.section("rope_scaling") or HFConfig(self.file, {})
+        scaling = self.section("rope_parameters", "rope_scaling") or HFConfig(self.file, {})
         kind = scaling.find(str, "rope_type", "type") or "default"
         if kind not in _ROPE_KEYS:
             scaling.refuse("rope_type", f"'{kind}' is not supported, only {', '.join(_ROPE_KEYS)}")
@@ -103,5 +114,4 @@ class HFConfig:
         theta = thetas.pop()
         if theta is None:
             self.refuse("rope_theta", "missing")
-        with reported_as_user_error(str(self.file), UserError):
-            return from_json(RopeConfig, {"theta": theta, "kind": kind, **stated}, "rope")
+        return self.build(from_json, RopeConfig, {"theta": theta, "kind": kind, **stated}, "rope")

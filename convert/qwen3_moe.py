@@ -10,7 +10,7 @@ from convert.hf_config import HFConfig
 from convert.safetensors_reader import SafetensorsReader
 from ecospec_jax.checkpoint import stored_parameters
 from ecospec_jax.config import Qwen3MoeConfig
-from ecospec_jax.errors import UserError, reported_as_user_error
+from ecospec_jax.errors import UserError
 
 _NAMES = {
     r"embedding\.weight": "model.embed_tokens.weight",
@@ -46,26 +46,26 @@ def _config(source: HFConfig) -> Qwen3MoeConfig:
     source.expect("use_sliding_window", False)
     layers, step = source.size("num_hidden_layers"), source.size("decoder_sparse_step")
     mlp_only = source.integers("mlp_only_layers") or ()
-    with reported_as_user_error(str(source.file), UserError):
-        return Qwen3MoeConfig(
-            vocab_size=source.size("vocab_size"),
-            hidden_size=source.size("hidden_size"),
-            num_layers=layers,
-            num_heads=source.size("num_attention_heads"),
-            num_kv_heads=source.size("num_key_value_heads"),
-            head_dim=source.size("head_dim"),
-            intermediate_size=source.size("intermediate_size"),
-            moe_intermediate_size=source.size("moe_intermediate_size"),
-            num_experts=source.size("num_experts", "num_local_experts"),
-            experts_per_token=source.size("num_experts_per_tok"),
-            norm_topk_prob=source.need(bool, "norm_topk_prob"),
-            rms_norm_eps=source.need(float, "rms_norm_eps"),
-            rope=source.rope(),
-            max_positions=source.size("max_position_embeddings"),
-            dense_layers=tuple(layer for layer in range(layers) if layer in mlp_only or (layer + 1) % step != 0),
-            tie_embeddings=source.need(bool, "tie_word_embeddings"),
-            attention_bias=source.need(bool, "attention_bias"),
-        )
+    return source.build(
+        Qwen3MoeConfig,
+        vocab_size=source.size("vocab_size"),
+        hidden_size=source.size("hidden_size"),
+        num_layers=layers,
+        num_heads=source.size("num_attention_heads"),
+        num_kv_heads=source.size("num_key_value_heads"),
+        head_dim=source.size("head_dim"),
+        intermediate_size=source.size("intermediate_size"),
+        moe_intermediate_size=source.size("moe_intermediate_size"),
+        num_experts=source.size("num_experts", "num_local_experts"),
+        experts_per_token=source.size("num_experts_per_tok"),
+        norm_topk_prob=source.need(bool, "norm_topk_prob"),
+        rms_norm_eps=source.need(float, "rms_norm_eps"),
+        rope=source.rope(),
+        max_positions=source.size("max_position_embeddings"),
+        dense_layers=tuple(layer for layer in range(layers) if layer in mlp_only or (layer + 1) % step != 0),
+        tie_embeddings=source.need(bool, "tie_word_embeddings"),
+        attention_bias=source.need(bool, "attention_bias"),
+    )
 
 
 def _assembly(path: str, shape: tuple[int, ...], reader: SafetensorsReader) -> Assembly:

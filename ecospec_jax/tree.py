@@ -65,6 +65,8 @@ def build_tree(
         closure_BNN = ancestors_BNN.astype(jnp.float32)
         ancestors_BNN = jnp.einsum("bij,bjk->bik", closure_BNN, closure_BNN) > 0
         reach *= 2
+    # A policy could not order NaN, and a child chosen without its parent would spoil the output.
+    log_probs_BN = jnp.where(jnp.isnan(log_probs_BN), -jnp.inf, log_probs_BN)
     return CandidateTree(tokens_BN, parents_BN, depths_N, log_probs_BN, ancestors_BNN)
 
 

@@ -1,4 +1,4 @@
-"""Small random checkpoints in Hugging Face layouts. No two dimensions are equal, so that a transposition cannot pass."""
+"""Small random checkpoints in Hugging Face layouts; no two dimensions are equal, so that a mix-up cannot pass."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ DRAFTER = {
 def write_target(
     folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, **config: Any
 ) -> Qwen3MoeForCausalLM:
-    """Saves a random Qwen3-MoE (per-expert names, transformers 5 config) and returns it; norm weights are random too."""
+    """Saves a random Qwen3-MoE (per-expert names, transformers 5 config) and returns it; norms are random too."""
     torch.manual_seed(seed)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**(TARGET | config)))
     with torch.no_grad():

@@ -149,8 +149,7 @@ def scripted_drafter(batch: int) -> ScriptedEagle3:
 TARGET_DEF, TARGET_STATE = nnx.split(make_target())
 
 
-@cache
-def make_program(
+def make_plan(
     method: str = "likelihood",
     spec: SpecConfig = SpecConfig(),
     sampling: SamplingConfig = SamplingConfig(),
@@ -158,11 +157,20 @@ def make_program(
     batch: int = 3,
     eos_ids: tuple[int, ...] = (),
     policy: Policy = likelihood,
-) -> Program:
-    """The compiled functions for the tiny target and, unless `method` is `ar`, a scripted drafter."""
+    target: nnx.GraphDef = TARGET_DEF,
+) -> StepPlan:
+    """A plan for a tiny target and, unless `method` is `ar`, a scripted drafter for this batch size."""
     if method == "ar":
-        return Program(StepPlan(TARGET_DEF, None, likelihood, PLAIN, sampling, eos_ids))
-    return Program(StepPlan(TARGET_DEF, nnx.graphdef(scripted_drafter(batch)), policy, spec, sampling, eos_ids))
+        return StepPlan(target, None, likelihood, PLAIN, sampling, eos_ids)
+    return StepPlan(target, nnx.graphdef(scripted_drafter(batch)), policy, spec, sampling, eos_ids)
+
+
+compiled = cache(Program)
+
+
+def make_program(*arguments: Any, **options: Any) -> Program:
+    """The compiled functions of `make_plan`, shared by all tests of a process."""
+    return compiled(make_plan(*arguments, **options))
 
 
 @dataclass

@@ -127,6 +127,10 @@ BAD = {
     "no norm_topk_prob": (config(norm_topk_prob=...), "config.json: norm_topk_prob: missing"),
     "odd head_dim": (config(head_dim=11), "config.json: head_dim must be even"),
     "no theta": (config(rope_parameters=...), "config.json: rope_theta: missing"),
+    "two ropes": (
+        config(rope_scaling={"type": "linear", "factor": 2.0}),
+        "config.json: rope_scaling: {'type': 'linear'",
+    ),
     "two thetas": (config(rope_theta=7.0), "config.json: rope_parameters.rope_theta: contradicts"),
     "rope type": (
         config(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
@@ -152,7 +156,7 @@ def test_bad_source_is_refused_before_anything_is_written(tmp_path, source, case
     damage(source)
     with pytest.raises(UserError, match=re.escape(message)) as error:
         convert(source, tmp_path / "out")
-    assert str(source) in str(error.value)
+    assert str(error.value).count(str(source)) == 1
     assert "\n" not in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -190,7 +194,7 @@ def test_no_such_folder(tmp_path, name):
         convert(name, tmp_path / "out")
 
 
-@pytest.mark.parametrize("case", ["missing tensor", "truncated data", "model type"])
+@pytest.mark.parametrize("case", ["missing tensor", "model type"])
 def test_command_line_exits_with_2_and_one_line(tmp_path, source, case):
     damage, message = BAD[case]
     damage(source)

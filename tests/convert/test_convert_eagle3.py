@@ -184,7 +184,11 @@ def changed(**edit):
 D2T, T2D = drafter_tensors()["d2t"], drafter_tensors()["t2d"]
 BAD = {
     "no d2t": (changed(d2t=None), {}, r"model.safetensors: tensor d2t is missing"),
-    "d2t as ids": (changed(d2t=D2T + torch.arange(31), t2d=None), {}, "tensor d2t gives no distinct target ids in 0..66"),
+    "d2t as ids": (
+        changed(d2t=D2T + torch.arange(31), t2d=None),
+        {},
+        "tensor d2t gives no distinct target ids in 0..66",
+    ),
     "negative id": (changed(d2t=D2T - 9, t2d=None), {}, "tensor d2t gives no distinct target ids"),
     "repeated id": (changed(d2t=-torch.arange(31), t2d=None), {}, "tensor d2t gives no distinct target ids"),
     "t2d disagrees": (changed(t2d=T2D.roll(1)), {}, "tensors d2t and t2d disagree"),
@@ -198,8 +202,11 @@ BAD = {
         "model.safetensors: tensor input_norm.weight has no place in eagle3",
     ),
     "unused": (changed(extra=torch.ones(2)), {}, "model.safetensors: tensor extra has no place in eagle3"),
-    "two layers": (changed(**{"layers.1.hidden_norm.weight": torch.ones(24)}), {}, "tensor layers.1.hidden_norm.weight: "
-                   "heads of more than one layer"),
+    "two layers": (
+        changed(**{"layers.1.hidden_norm.weight": torch.ones(24)}),
+        {},
+        "tensor layers.1.hidden_norm.weight: heads of more than one layer",
+    ),
     "two layers stated": (changed(), {"num_hidden_layers": 2}, "num_hidden_layers: 2 is not supported"),
     "twice": (changed(**{"model.fc.weight": torch.ones(24, 72)}), {}, "are the same parameter"),
     "no fc": (changed(**{"fc.weight": None}), {}, "config.json: an EAGLE-1 style head"),
@@ -220,7 +227,7 @@ BAD = {
     "two lists": (changed(), {AUX: [2, 4, 5], "eagle_config": {AUX: [1, 3, 4]}}, "stated in eagle_config too"),
     "list": (changed(), {AUX: [2, 4.5, 5]}, "are not all integers"),
     "activation": (changed(), {"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -230,7 +237,7 @@ def test_bad_head_is_refused_before_anything_is_written(tmp_path, target_source,
     before = sorted(tmp_path.iterdir())
     with pytest.raises(UserError, match=message) as error:
         convert(target_source, tmp_path / "out", drafter=drafter)
-    assert str(drafter) in str(error.value)
+    assert str(error.value).count(str(drafter)) == 1
     assert "\n" not in str(error.value)
     assert sorted(tmp_path.iterdir()) == before
 

@@ -1,7 +1,7 @@
 """Interrupted conversions: the final name appears only when complete, and a rerun resumes or starts afresh."""
 
 import json
-import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,50 +40,61 @@ def contents(folder: Path) -> dict[str, str]:
 
 
 def modified(folder: Path) -> dict[str, int]:
-    return {path.parent.name: path.stat().st_mtime_ns for path in folder.glob("target/*/_CHECKPOINT_METADATA")}
+    """When each finished piece was written."""
+    files = (
+        folder / name / "_CHECKPOINT_METADATA" for name in ("target/top", *(f"target/layers.{i}" for i in range(8)))
+    )
+    return {file.parent.name: file.stat().st_mtime_ns for file in files if file.exists()}
+
+
+@pytest.fixture(scope="module")
+def killed_once(tmp_path_factory) -> Path:
+    """A source, and the `out.partial` that a killed conversion of it left."""
+    folder = tmp_path_factory.mktemp("killed")
+    write_target(folder / "source")
+    command = [sys.executable, "-c", KILLED_WITHIN_A_PIECE, str(folder / "source"), str(folder / "out")]
+    assert subprocess.run(command, cwd=ROOT).returncode == -signal.SIGKILL
+    return folder
 
 
 @pytest.fixture
-def killed(tmp_path, target_source) -> Path:
-    """The `.partial` folder that a killed conversion of `target_source` to `out` left."""
-    command = [sys.executable, "-c", KILLED_WITHIN_A_PIECE, str(target_source), str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=ROOT)
-    assert done.returncode == -signal.SIGKILL
-    return tmp_path / "out.partial"
+def killed(killed_once, tmp_path) -> Path:
+    """A copy of it, times of change included."""
+    return Path(shutil.copytree(killed_once, tmp_path / "killed"))
 
 
-def test_rerun_after_kill_resumes(tmp_path, target_source, killed):
-    assert not (tmp_path / "out").exists()
-    assert list(killed.glob("target/*layers.2*"))  # half a piece is there
+def test_rerun_after_kill_resumes(killed):
+    source, out, partial = killed / "source", killed / "out", killed / "out.partial"
+    assert not out.exists()
+    assert list(partial.glob("target/*layers.2*"))  # half a piece is there
     with pytest.raises(UserError, match="no finished conversion"):
-        read_manifest(killed)
-    kept = modified(killed)
-    assert {"layers.0", "layers.1"} <= kept.keys()
+        read_manifest(partial)
+    kept = modified(partial)
+    assert kept.keys() >= {"layers.0", "layers.1"} and "layers.2" not in kept
 
-    written = []
-    resumed = convert(target_source, tmp_path / "out", progress=lambda names: (written.append(n) or n for n in names))
-    assert not killed.exists()
-    assert kept.items() <= modified(tmp_path / "out").items()  # finished pieces were not written again
-    whole = convert(target_source, tmp_path / "whole")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    assert written == list(whole.pieces)
+    resumed = convert(source, out)
+    assert not partial.exists()
+    assert kept.items() <= modified(out).items()  # finished pieces were not written again
+    whole = convert(source, killed / "whole")
+    assert contents(out) == contents(killed / "whole")
     files = lambda m: {name: replace(piece, files={}) for name, piece in m.pieces.items()}  # noqa: E731
     assert replace(resumed, pieces=files(resumed), created="") == replace(whole, pieces=files(whole), created="")
-    listing = lambda folder: {p.relative_to(folder) for p in folder.glob("*/*")} | {p.name for p in folder.iterdir()}  # noqa: E731
-    assert listing(tmp_path / "out") == listing(tmp_path / "whole")
+    listing = lambda folder: {path.relative_to(folder) for path in (*folder.glob("*"), *folder.glob("*/*"))}  # noqa: E731
+    assert listing(out) == listing(killed / "whole")
 
 
 @pytest.mark.parametrize("change", ["weights", "config"])
-def test_rerun_on_another_source_starts_afresh(tmp_path, target_source, killed, change):
-    kept = modified(killed)
+def test_rerun_on_another_source_starts_afresh(killed, change):
+    source, out = killed / "source", killed / "out"
+    kept = modified(killed / "out.partial")
     if change == "weights":
-        write_target(target_source, seed=1)  # equal header, equal size
+        write_target(source, seed=1)  # equal header, equal size
     else:
-        edit_json(target_source / "config.json", norm_topk_prob=False)
-    convert(target_source, tmp_path / "out")
-    assert kept.items().isdisjoint(modified(tmp_path / "out").items())
-    convert(target_source, tmp_path / "whole")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+        edit_json(source / "config.json", norm_topk_prob=False)
+    convert(source, out)
+    assert kept.items().isdisjoint(modified(out).items())
+    convert(source, killed / "whole")
+    assert contents(out) == contents(killed / "whole")
 
 
 def test_complete_conversion_is_not_overwritten(tmp_path, target_source):
@@ -106,4 +117,4 @@ def test_interrupt_leaves_a_resumable_folder(tmp_path, target_source):
     assert len(journal["pieces"]) == 4
     convert(target_source, tmp_path / "out")
     assert len(contents(tmp_path / "out")) == 9
-    assert os.listdir(tmp_path / "out").count("journal.json") == 0
+    assert not (tmp_path / "out/journal.json").exists()

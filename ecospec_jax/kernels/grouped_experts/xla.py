@@ -18,17 +18,6 @@ def _tile_width(ffn: int) -> int:
     return max(width for width in range(1, min(ffn, _LARGEST_TILE) + 1) if ffn % width == 0)
 
 
-def _narrow(weights: Array) -> Array:
-    """bf16 as its bits: XLA on CPU hoists a bf16 conversion out of a loop and would widen every expert."""
-    return lax.bitcast_convert_type(weights, jnp.uint16) if weights.dtype == jnp.bfloat16 else weights
-
-
-def _widen(tile: Array, dtype: jnp.dtype) -> Array:
-    if tile.dtype == jnp.uint16:
-        tile = lax.bitcast_convert_type(tile.astype(jnp.uint32) << 16, jnp.float32)
-    return tile.astype(dtype)
-
-
 def grouped_experts(
     x_TD: Float[Array, "rows hidden"],
     expert_ids_TK: Int[Array, "rows k"],
@@ -43,19 +32,22 @@ def grouped_experts(
     blocks = expert_blocks(expert_ids_TK, combine_weights_TK.astype(jnp.float32), experts.count)
     # Row T is a zero row for the empty places of a block.
     x_padded = jnp.concatenate([x_TD.astype(jnp.float32), jnp.zeros((1, hidden), jnp.float32)])
-    gate_EFD, up_EFD, down_EDF = _narrow(experts.gate_EFD), _narrow(experts.up_EFD), _narrow(experts.down_EDF)
 
-    def trip(index: Array, y_TD: Array) -> Array:
+    def apply_tile(index: Array, y_TD: Array) -> Array:
         block, first = index // tiles, (index % tiles) * tile
         expert = blocks.expert_N[block]
         rows_M = blocks.rows_NM[block]
-        gate_fD = _widen(lax.dynamic_slice(gate_EFD, (expert, first, 0), (1, tile, hidden))[0], jnp.float32)
-        up_fD = _widen(lax.dynamic_slice(up_EFD, (expert, first, 0), (1, tile, hidden))[0], jnp.float32)
-        down_Df = _widen(lax.dynamic_slice(down_EDF, (expert, 0, first), (1, hidden, tile))[0], jnp.float32)
+        gate_fD = lax.dynamic_slice(experts.gate_EFD, (expert, first, 0), (1, tile, hidden))[0].astype(jnp.float32)
+        up_fD = lax.dynamic_slice(experts.up_EFD, (expert, first, 0), (1, tile, hidden))[0].astype(jnp.float32)
+        down_Df = lax.dynamic_slice(experts.down_EDF, (expert, 0, first), (1, hidden, tile))[0].astype(jnp.float32)
         x_MD = x_padded[rows_M]
         h_Mf = jax.nn.silu(x_MD @ gate_fD.T) * (x_MD @ up_fD.T)
         y_MD = (h_Mf @ down_Df.T) * blocks.weights_NM[block][:, None]
         return y_TD.at[rows_M].add(y_MD, mode="drop")
+
+    def trip(index: Array, y_TD: Array) -> Array:
+        # Always true. Outside a branch, XLA on CPU would convert every expert from bf16 before the loop.
+        return lax.cond(index < blocks.count * tiles, apply_tile, lambda _, y: y, index, y_TD)
 
     y_TD = lax.fori_loop(0, blocks.count * tiles, trip, jnp.zeros((rows, hidden), jnp.float32))
     return y_TD.astype(x_TD.dtype)
