@@ -21,9 +21,11 @@ def to_json(config: Any) -> dict[str, Any]:
 
 
 def from_json(kind: type[ConfigT], values: Any, source: str) -> ConfigT:
-    """Builds a config from JSON values; an unknown, absent or ill-typed key is a `UserError` naming `source`."""
+    """Builds a config from JSON values; an unknown, absent or impossible value is a `UserError` naming `source`."""
     try:
         return pydantic.TypeAdapter(kind).validate_python(values)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from error
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

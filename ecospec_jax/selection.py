@@ -93,12 +93,13 @@ def _greedy(
     """Chooses one node a round for sequences that share one buffer, at most `budget` for each of them."""
     batch, nodes = parents_BN.shape
     probability_BN = jnp.exp(log_probs_BN)
+    eps = max(spec.eps, float(jnp.finfo(jnp.float32).tiny))  # a smaller one would be 0 in float32
 
     def pick(_: int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         chosen_BN, buffer_LW = carry
         behind_BN = (parents_BN == ROOT) | jnp.take_along_axis(chosen_BN, jnp.maximum(parents_BN, 0), axis=1)
         open_BN = behind_BN & ~chosen_BN & (jnp.sum(chosen_BN, axis=1, keepdims=True) < spec.budget)
-        score_BN = probability_BN / (new_experts(path_BNLW, buffer_LW) + spec.eps)
+        score_BN = probability_BN / (new_experts(path_BNLW, buffer_LW) + eps)
         best = jnp.argmax(jnp.where(open_BN, score_BN, -1.0))
         picked_BN = (jnp.arange(batch * nodes) == best).reshape(batch, nodes) & open_BN
         added_LW = expert_bits.union(jnp.where(picked_BN[..., None, None], path_BNLW, jnp.uint32(0)), axis=(0, 1))

@@ -241,9 +241,13 @@ def run(settings: Settings) -> None:
     console = Console()
     if settings.stream and settings.batch_size != 1:
         raise UserError("--stream shows one prompt at a time: use it with --batch-size 1")
-    names, _, _ = settings.method_names, settings.spec, settings.sampling
+    if settings.batch_size < 1:
+        raise UserError(f"batch size must be at least 1, not {settings.batch_size}")
+    names, spec, sampling = settings.method_names, settings.spec, settings.sampling
     prompts = load_prompts(settings)
     decoder = load_decoder(settings)
+    for name in names:  # refuses what is missing before anything is written
+        decoder.program(name, spec, sampling, ignore_eos=settings.ignore_eos)
     bytes_read = byte_model(decoder.target.config, decoder.dtype.itemsize)
     for prompt in prompts:
         decoder.check_fits(Conversation(prompt, 0).next_input(decoder), settings.max_new_tokens, where=prompt.id)

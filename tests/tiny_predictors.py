@@ -1,0 +1,236 @@
+"""Tiny predictors, a target with two words of experts a layer, and decoding of one batch with any of them.
+
+A `Cast` holds every kind of predictor and lets one speak, so one compiled program serves them all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from ecospec_jax import decoding, expert_bits
+from ecospec_jax.cache import KVCache, Rows
+from ecospec_jax.config import (
+    BackboneConfig,
+    BackbonePredictorConfig,
+    FrequencyConfig,
+    Qwen3MoeConfig,
+    RopeConfig,
+    RoutingShape,
+    SamplingConfig,
+    SpecConfig,
+    TokenTableConfig,
+)
+from ecospec_jax.decoding import DecodeState, StepPlan, Verified, Weights
+from ecospec_jax.metrics import DecodeStats
+from ecospec_jax.models.predictor import BackbonePredictor, Evidence, Frequency, Oracle, Previous, TokenTable
+from ecospec_jax.models.qwen3_moe import Qwen3Moe
+from ecospec_jax.selection import ExpertForecast, Policy, cost_aware
+from ecospec_jax.tree import CandidateTree, Selection
+from ecospec_jax.verification import sequence_keys
+from tests import tiny
+from tests.tiny import CAPACITY, PROMPTS, Script
+
+# The second layer is dense, so MoE layer 1 is decoder layer 2.
+TARGET = replace(tiny.TARGET, num_layers=3, dense_layers=(1,), num_experts=37)
+ROUTING = RoutingShape.of(TARGET)
+BACKBONE = BackboneConfig(
+    hidden_size=10,
+    num_layers=2,
+    num_heads=3,
+    num_kv_heads=1,
+    head_dim=8,
+    intermediate_size=14,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(theta=2e3),
+)
+PREDICTOR = BackbonePredictorConfig(TARGET.vocab_size, TARGET.hidden_size, BACKBONE, ROUTING)
+NEW_TOKENS = 20
+PLAIN = SpecConfig(depth=1, branch=1, budget=0)
+
+
+def make_target(config: Qwen3MoeConfig = TARGET) -> Qwen3Moe:
+    return tiny.make_target(config, seed=13)
+
+
+def make_backbone(config: BackbonePredictorConfig = PREDICTOR, seed: int = 2) -> BackbonePredictor:
+    return tiny.randomised(lambda: BackbonePredictor(config, dtype=jnp.float32, rngs=nnx.Rngs(0)), seed)
+
+
+def random_ids(shape: tuple[int, ...], routing: RoutingShape, seed: int) -> np.ndarray:
+    """Sets of `k` expert ids, `[*shape, k]`."""
+    random = np.random.default_rng(seed)
+    return np.argsort(random.random((*shape, routing.experts)))[..., : routing.k].astype(np.int32)
+
+
+def make_table(ids_VLK: np.ndarray, routing: RoutingShape = ROUTING) -> TokenTable:
+    table = TokenTable(TokenTableConfig(len(ids_VLK), routing))
+    table.bits_VLW.set_value(expert_bits.from_ids(jnp.asarray(ids_VLK), routing.experts))
+    return table
+
+
+def make_frequency(ids_LK: np.ndarray, routing: RoutingShape = ROUTING) -> Frequency:
+    frequency = Frequency(FrequencyConfig(routing))
+    frequency.bits_LW.set_value(expert_bits.from_ids(jnp.asarray(ids_LK), routing.experts))
+    return frequency
+
+
+class Cast(nnx.Module):
+    """Every predictor, and three that lie: all bits, none, and random ones in each call. `speaker` chooses."""
+
+    SPEAKERS = ("backbone", "token_table", "frequency", "previous", "oracle", "all", "none", "random")
+
+    def __init__(self) -> None:
+        self.backbone = make_backbone()
+        self.token_table = make_table(random_ids((TARGET.vocab_size, ROUTING.layers), ROUTING, 3))
+        self.frequency = make_frequency(random_ids((ROUTING.layers,), ROUTING, 4))
+        self.previous, self.oracle = Previous(), Oracle()
+        self.speaker = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def empty_cache(self, batch: int, capacity: int) -> KVCache:
+        return self.backbone.empty_cache(batch, capacity)
+
+    def __call__(self, rows: Rows, cache: KVCache | None, evidence: Evidence) -> tuple[jax.Array, KVCache | None]:
+        sets_BRLW, cache = self.backbone(rows, cache, evidence)
+        said = [lambda: sets_BRLW]
+        for other in (self.token_table, self.frequency, self.previous, self.oracle):
+            said.append(lambda other=other: other(rows, None, evidence)[0])
+        said += [
+            lambda: jnp.full_like(sets_BRLW, 0xFFFFFFFF),
+            lambda: jnp.zeros_like(sets_BRLW),
+            lambda: jax.random.bits(jax.random.key(jnp.sum(rows.context_B)), sets_BRLW.shape, jnp.uint32),
+        ]
+        return lax.switch(self.speaker[...], said), cache
+
+
+TARGET_DEF, TARGET_STATE = nnx.split(make_target())
+CAST_DEF, CAST_STATE = nnx.split(Cast())
+
+
+def make_plan(
+    spec: SpecConfig = SpecConfig(),
+    sampling: SamplingConfig = SamplingConfig(),
+    *,
+    batch: int = 3,
+    predictor: nnx.GraphDef | None = CAST_DEF,
+    policy: Policy = cost_aware,
+    target: nnx.GraphDef = TARGET_DEF,
+    eos_ids: tuple[int, ...] = (),
+) -> StepPlan:
+    """A plan with a scripted drafter for this batch size."""
+    drafter = nnx.graphdef(tiny.scripted_drafter(batch))
+    return StepPlan(target, drafter, policy, spec, sampling, eos_ids, predictor)
+
+
+def make_weights(
+    speaker: str | None = None,
+    script: Script | None = None,
+    *,
+    batch: int = 3,
+    predictor: nnx.State | None = None,
+    target: nnx.State = TARGET_STATE,
+) -> Weights:
+    """The cast with this speaker, or the weights of a predictor alone."""
+    drafter = tiny.weights_with(script, batch=batch).drafter
+    if speaker is not None:
+        predictor = jax.tree.map(lambda leaf: leaf, CAST_STATE)
+        predictor["speaker"].set_value(jnp.int32(Cast.SPEAKERS.index(speaker)))
+    return Weights(target, drafter, predictor)
+
+
+_prefill = jax.jit(decoding.prefill, static_argnames=("plan", "capacity"))
+_decode_steps = jax.jit(decoding.decode_steps, static_argnames="plan")
+
+
+def prefilled(
+    plan: StepPlan,
+    weights: Weights,
+    sequences: Sequence[Sequence[int]] = PROMPTS,
+    *,
+    limits: Sequence[int] | None = None,
+    seed: int = 5,
+) -> DecodeState:
+    """The state after prefill."""
+    batch = len(sequences)
+    tokens = np.zeros((batch, tiny.BUCKET), np.int32)
+    for row, sequence in zip(tokens, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    lengths = np.array([len(sequence) for sequence in sequences], np.int32)
+    limits_B = lengths + NEW_TOKENS if limits is None else np.asarray(limits, np.int32)
+    keys_B = sequence_keys(jnp.full(batch, seed), jnp.arange(batch))
+    return _prefill(
+        plan, weights, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(limits_B), keys_B, capacity=CAPACITY
+    )
+
+
+def decode(
+    plan: StepPlan, weights: Weights, prompts: Sequence[Sequence[int]] = PROMPTS, **options: Any
+) -> tuple[list[tuple[int, ...]], DecodeStats]:
+    """Decodes one batch to its end: the answers and the figures."""
+    state = _decode_steps(plan, weights, prefilled(plan, weights, prompts, **options), jnp.int32(10_000))
+    tokens_BS, length_B = jax.device_get((state.tokens_BS, state.length_B))
+    answers = [
+        tuple(row[len(prompt) : length + 1].tolist())
+        for row, prompt, length in zip(tokens_BS, prompts, length_B, strict=True)
+    ]
+    return answers, DecodeStats.create(state.counters, len(prompts), 0.0, 1.0)
+
+
+@cache
+def plain_answers(sampling: SamplingConfig = SamplingConfig(), batch: int = 3) -> list[tuple[int, ...]]:
+    """What plain decoding gives."""
+    plan = StepPlan(TARGET_DEF, None, cost_aware, PLAIN, sampling, ())
+    return decode(replace(plan, policy=nothing), Weights(TARGET_STATE, None), PROMPTS[:batch])[0]
+
+
+def nothing(tree: CandidateTree, forecast: ExpertForecast | None, spec: SpecConfig) -> Selection:
+    """The policy that verifies the root alone."""
+    batch = tree.tokens_BN.shape[0]
+    return Selection(jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32))
+
+
+def helpful(sampling: SamplingConfig = SamplingConfig(), batch: int = 3) -> Script:
+    """A drafter that is often right, and not always in the first place."""
+    return tiny.answers_script(PROMPTS[:batch], plain_answers(sampling, batch), right=0.9, first=0.6)
+
+
+@dataclass
+class Observed:
+    """What one step saw and did."""
+
+    tree: CandidateTree
+    forecast: ExpertForecast | None
+    selection: Selection
+    verified: Verified
+    after: DecodeState
+
+
+jax.tree_util.register_dataclass(Observed)
+
+
+def _observe(plan: StepPlan, weights: Weights, state: DecodeState) -> Observed:
+    tree, drafted = decoding.draft(plan, weights, state)
+    forecast, predicted = decoding.predict(plan, weights, drafted, tree)
+    selection = decoding.select(plan, tree, forecast)
+    verified, checked = decoding.verify(plan, weights, predicted, tree, selection)
+    return Observed(tree, forecast, selection, verified, decoding.commit(plan, checked, verified, forecast))
+
+
+observe = jax.jit(_observe, static_argnames="plan")
+
+
+def sets_of(bits_LW: Any) -> frozenset[tuple[int, int]]:
+    """The (layer, expert) pairs of bit words, one bit at a time."""
+    return frozenset(
+        (layer, 32 * word + bit)
+        for layer, words in enumerate(np.asarray(bits_LW).tolist())
+        for word, value in enumerate(words)
+        for bit in range(32)
+        if value >> bit & 1
+    )
