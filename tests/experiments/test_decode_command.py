@@ -101,7 +101,7 @@ def complaint_of(settings: decode.Settings, capsys: pytest.CaptureFixture[str]) 
         ({"buffer": "magic"}, "unknown expert buffer 'magic'"),
         ({"methods": "ar,magic"}, "unknown method 'magic'"),
         ({"methods": " "}, "--methods names no method"),
-        ({"max_new_tokens": 2000}, "one: 23 prompt tokens and 2000 new ones exceed the model's context of 1024"),
+        ({"max_new_tokens": 2000}, "and 2000 new ones exceed the model's context of 1024"),
         ({"limit": 0}, "--limit must be at least 1"),
         ({"methods": "ecospec"}, "needs the predictor 'backbone'"),
         ({"batch_size": 0}, "batch size must be at least 1"),
