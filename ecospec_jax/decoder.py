@@ -14,7 +14,7 @@ from flax import nnx
 
 from ecospec_jax.checkpoint import load_drafter, load_target, read_manifest
 from ecospec_jax.config import DrafterConfig, ModelConfig, SamplingConfig, SpecConfig
-from ecospec_jax.decoding import Program, StepPlan, Weights, route
+from ecospec_jax.decoding import Program, StepPlan, Weights, examine
 from ecospec_jax.errors import UserError
 from ecospec_jax.generation import Answer, Batch, Generation, bucket
 from ecospec_jax.methods import Method, get_method
@@ -82,7 +82,7 @@ class Decoder:
         available = {"previous": Previous(), "oracle": Oracle(), **(predictors or {})}
         self._predictors = {name: nnx.split(predictor) for name, predictor in available.items()}
         self._programs: dict[StepPlan, Program] = {}
-        self._route = jax.jit(partial(route, self._target_split[0]))
+        self._examine = jax.jit(partial(examine, self._target_split[0]))
 
     @staticmethod
     def load(
@@ -262,13 +262,20 @@ class Decoder:
 
     def routing(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """The experts the target chooses for every token of each sequence, `[T, L, K]` int32, best first."""
+        ids_LBTK = np.asarray(self._examine_all(sequences)[1])
+        return [ids_LBTK[:, row, : len(ids)].swapaxes(0, 1) for row, ids in enumerate(sequences)]
+
+    def next_token_logits(self, ids: Sequence[int]) -> np.ndarray:
+        """The target's logits behind a sequence, `[V]` float32."""
+        return np.asarray(self._examine_all([ids])[0][0])
+
+    def _examine_all(self, sequences: Sequence[Sequence[int]]) -> tuple[jax.Array, jax.Array]:
         longest = bucket(max(len(ids) for ids in sequences))
         tokens_BT = np.zeros((len(sequences), longest), np.int32)
         for row, ids in zip(tokens_BT, sequences, strict=True):
             row[: len(ids)] = ids
         lengths_B = jnp.array([len(ids) for ids in sequences])
-        ids_LBTK = np.asarray(self._route(self._target_split[1], jnp.asarray(tokens_BT), lengths_B))
-        return [ids_LBTK[:, row, : len(ids)].swapaxes(0, 1) for row, ids in enumerate(sequences)]
+        return self._examine(self._target_split[1], jnp.asarray(tokens_BT), lengths_B)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt, checked against the vocabulary."""

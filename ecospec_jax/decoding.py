@@ -203,17 +203,18 @@ def prefill(
     )
 
 
-def route(
+def examine(
     target_def: nnx.GraphDef,
     target_state: nnx.State,
     tokens_BT: Int[Array, "batch bucket"],
     lengths_B: Int[Array, " batch"],
-) -> Int[Array, "layers batch bucket k"]:
-    """Experts that the target chooses for every token of right-padded sequences; E in the padding."""
+) -> tuple[Float[Array, "batch vocab"], Int[Array, "layers batch bucket k"]]:
+    """One pass over right-padded sequences: logits of the next token, and the experts of every token (E in padding)."""
     target: Target = nnx.merge(target_def, target_state)
-    rows = _sequence_rows(tokens_BT, lengths_B)
     batch, bucket = tokens_BT.shape
-    return target(rows, target.empty_cache(batch, bucket), ())[0].expert_ids_LBRK
+    output, _ = target(_sequence_rows(tokens_BT, lengths_B), target.empty_cache(batch, bucket), ())
+    last_BD = jnp.take_along_axis(output.hidden_BRD, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
+    return target.logits(last_BD), output.expert_ids_LBRK
 
 
 def draft(plan: StepPlan, weights: Weights, state: DecodeState) -> tuple[CandidateTree, DecodeState]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
 import jax.numpy as jnp
+import numpy as np
 import tyro
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -23,7 +24,7 @@ from ecospec_jax.metrics import DecodeStats
 from ecospec_jax.presets import eagle3_for, get_preset
 from experiments.environment import environment
 from experiments.prompts import Prompt, read_prompts
-from experiments.report import Record, write_report
+from experiments.report import Record, first_differences, write_report
 
 STAGED_PROMPTS = 3
 
@@ -215,6 +216,28 @@ def measure(
                 yield Record.create(method, conversation.prompt.id, first, conversation.answers, stats, bytes_read)
 
 
+def near_ties(decoder: Decoder, settings: Settings, prompts: list[Prompt], records: list[Record]) -> list[str]:
+    """For each difference of greedy tokens, how close the target's two best logits were where it began.
+
+    In bf16 a verification of several rows may round differently from plain decoding; a gap of a few bf16 steps is such a
+    near-tie, a larger one is an error.
+    """
+    if settings.temperature > 0:
+        return []
+    by_id = {prompt.id: prompt for prompt in prompts}
+    lines = []
+    for difference in first_differences(settings.method_names, records):
+        record = next(r for r in records if (r.method, r.prompt) == (difference.method, difference.prompt))
+        earlier = Conversation(by_id[record.prompt], 0, list(record.answers[: difference.turn]))
+        ids = decoder.encode(earlier.next_input(decoder)) + list(record.tokens[difference.turn][: difference.place])
+        best = np.sort(decoder.next_token_logits(ids))[-2:]
+        lines.append(
+            f"{difference.method}, {difference.prompt}: first difference at token {difference.place} of turn "
+            f"{difference.turn}; gap of the two best logits {best[1] - best[0]:.4f} at {best[1]:.2f}"
+        )
+    return lines
+
+
 def staged_milliseconds(
     decoder: Decoder, settings: Settings, prompts: list[Prompt]
 ) -> dict[str, list[dict[str, float]]]:
@@ -272,7 +295,7 @@ def run(settings: Settings) -> None:
             progress.update(task, advance=1, description=f"{record.method} {record.prompt}")
         progress.update(task, description="staged pass")
         stages = staged_milliseconds(decoder, settings, prompts)
-    write_report(settings.out, names, records, stages, common, console)
+    write_report(settings.out, names, records, stages, near_ties(decoder, settings, prompts, records), common, console)
 
 
 if __name__ == "__main__":

@@ -145,16 +145,41 @@ def is_oracle(method: str) -> bool:
     return get_method(method).predictor == "oracle"
 
 
+@dataclass(frozen=True)
+class Difference:
+    """Where a method's tokens first leave the baseline's."""
+
+    method: str
+    prompt: str
+    turn: int
+    place: int
+
+
+def first_differences(methods: list[str], records: list[Record]) -> list[Difference]:
+    """One entry per method and prompt whose tokens are not the first method's."""
+    baseline = {r.prompt: r.tokens for r in records if r.method == methods[0]}
+    found = []
+    for record in records:
+        for turn, (mine, theirs) in enumerate(zip(record.tokens, baseline[record.prompt], strict=True)):
+            if mine != theirs:
+                pairs = enumerate(zip(mine, theirs, strict=False))
+                place = next((i for i, (a, b) in pairs if a != b), min(len(mine), len(theirs)))
+                found.append(Difference(record.method, record.prompt, turn, place))
+                break
+    return found
+
+
 def same_tokens(methods: list[str], records: list[Record]) -> list[str]:
     """One line per method: whether its tokens are the first method's."""
-    baseline = {r.prompt: r.tokens for r in records if r.method == methods[0]}
+    prompts = len({record.prompt for record in records})
+    differences = first_differences(methods, records)
     lines = []
     for method in methods[1:]:
-        different = [r.prompt for r in records if r.method == method and r.tokens != baseline[r.prompt]]
+        different = [d.prompt for d in differences if d.method == method]
         verdict = (
-            f"identical tokens on all {len(baseline)} prompts"
+            f"identical tokens on all {prompts} prompts"
             if not different
-            else f"DIFFERENT tokens on {len(different)} of {len(baseline)} prompts: {', '.join(different[:5])}"
+            else f"DIFFERENT tokens on {len(different)} of {prompts} prompts: {', '.join(different[:5])}"
         )
         lines.append(f"{method} and {methods[0]}: {verdict}")
     return lines
@@ -202,12 +227,13 @@ def write_report(
     methods: list[str],
     records: list[Record],
     stages: dict[str, list[dict[str, float]]],
+    near_ties: list[str],
     common: dict[str, Any],
     console: Console,
 ) -> None:
     """Prints the table and writes `table.md` and the plots into `out`."""
     rows = summarise(methods, records, stages)
-    verdicts = same_tokens(methods, records) + paired_u(methods, records)
+    verdicts = same_tokens(methods, records) + near_ties + paired_u(methods, records)
     notes = NOTES if any(row.oracle for row in rows) else NOTES[:1]
 
     header, cells = table_cells(rows, separator="\n")

@@ -8,7 +8,7 @@ from rich.console import Console
 from ecospec_jax import Generation
 from ecospec_jax.cost import ByteModel
 from ecospec_jax.metrics import DecodeStats
-from experiments.report import Record, paired_u, same_tokens, summarise, write_report
+from experiments.report import Difference, Record, first_differences, paired_u, same_tokens, summarise, write_report
 
 BYTES = ByteModel(fixed=100.0, per_expert=10.0, moe_layers=2)
 STAGES = {"draft": 1.0, "predict": 2.0, "select": 0.5, "verify": 3.0, "commit": 0.25}
@@ -70,17 +70,24 @@ def test_different_tokens_are_reported_by_prompt(records: list[Record]) -> None:
     ]
 
 
+def test_the_first_difference_is_located(records: list[Record]) -> None:
+    assert first_differences(METHODS, records) == [Difference("oracle", "p2", turn=0, place=1)]
+
+
 def test_the_difference_in_u_is_paired(records: list[Record]) -> None:
     assert paired_u(METHODS, records) == ["U of oracle minus likelihood, paired: -2.000 [-2.000, -2.000]"]
 
 
 def test_everything_is_written_and_records_are_json(tmp_path: Path, records: list[Record]) -> None:
     console = Console(width=200, record=True)
-    write_report(tmp_path, METHODS, records, {method: [STAGES] for method in METHODS}, {"seed": 0}, console)
+    write_report(
+        tmp_path, METHODS, records, {method: [STAGES] for method in METHODS}, ["a near-tie"], {"seed": 0}, console
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["experts.png", "speed.png", "table.md"]
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
     lines = (tmp_path / "table.md").read_text().splitlines()
     assert lines[0].startswith("| method |") and lines[4].startswith("| oracle* |")
+    assert "a near-tie" in console.export_text(clear=False)
     assert "oracle and ar: DIFFERENT" in console.export_text()
     line = json.loads(json.dumps(records[0].json(), allow_nan=False))
     assert line["overlap"] is None and line["answers"][0]["tokens"] == [1, 2]
