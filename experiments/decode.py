@@ -219,8 +219,8 @@ def measure(
 def near_ties(decoder: Decoder, settings: Settings, prompts: list[Prompt], records: list[Record]) -> list[str]:
     """For each difference of greedy tokens, how close the target's two best logits were where it began.
 
-    In bf16 a verification of several rows may round differently from plain decoding; a gap of a few bf16 steps is such a
-    near-tie, a larger one is an error.
+    In bf16 a verification of several rows may round differently from plain decoding; a gap of a few bf16 steps is such
+    a near-tie, a larger one is an error.
     """
     if settings.temperature > 0:
         return []
