@@ -254,7 +254,8 @@ def predict(
     sets_BRLW, predictor_cache = predictor(rows, state.predictor_cache, Evidence(state.last_BLW, true_routing))
     sets_BRLW = jnp.where(state.finished_B[:, None, None, None], jnp.uint32(0), sets_BRLW)
     root_BLW = sets_BRLW[:, 0]
-    buffers = {"empty": jnp.zeros_like(root_BLW), "root": root_BLW, "previous": state.previous_BLW}
+    previous_BLW = jnp.where(state.finished_B[:, None, None], jnp.uint32(0), state.previous_BLW)
+    buffers = {"empty": jnp.zeros_like(root_BLW), "root": root_BLW, "previous": previous_BLW}
     forecast = ExpertForecast(root_BLW, sets_BRLW[:, 1:], buffers[plan.spec.buffer])
     return forecast, replace(state, predictor_cache=predictor_cache)
 

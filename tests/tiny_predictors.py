@@ -31,14 +31,13 @@ from ecospec_jax.decoding import DecodeState, StepPlan, Verified, Weights
 from ecospec_jax.metrics import DecodeStats
 from ecospec_jax.models.predictor import BackbonePredictor, Evidence, Frequency, Oracle, Previous, TokenTable
 from ecospec_jax.models.qwen3_moe import Qwen3Moe
-from ecospec_jax.selection import ExpertForecast, Policy, cost_aware
+from ecospec_jax.selection import ExpertForecast, Policy, cost_aware, likelihood
 from ecospec_jax.tree import CandidateTree, Selection
 from ecospec_jax.verification import sequence_keys
 from tests import tiny
 from tests.tiny import CAPACITY, PROMPTS, Script
 
-# The second layer is dense, so MoE layer 1 is decoder layer 2.
-TARGET = replace(tiny.TARGET, num_layers=3, dense_layers=(1,), num_experts=37)
+TARGET = replace(tiny.TARGET, num_experts=37)
 ROUTING = RoutingShape.of(TARGET)
 BACKBONE = BackboneConfig(
     hidden_size=10,
@@ -56,7 +55,7 @@ PLAIN = SpecConfig(depth=1, branch=1, budget=0)
 
 
 def make_target(config: Qwen3MoeConfig = TARGET) -> Qwen3Moe:
-    return tiny.make_target(config, seed=13)
+    return tiny.make_target(config, seed=35)
 
 
 def make_backbone(config: BackbonePredictorConfig = PREDICTOR, seed: int = 2) -> BackbonePredictor:
@@ -183,21 +182,14 @@ def decode(
 
 
 @cache
-def plain_answers(sampling: SamplingConfig = SamplingConfig(), batch: int = 3) -> list[tuple[int, ...]]:
-    """What plain decoding gives."""
-    plan = StepPlan(TARGET_DEF, None, cost_aware, PLAIN, sampling, ())
-    return decode(replace(plan, policy=nothing), Weights(TARGET_STATE, None), PROMPTS[:batch])[0]
-
-
-def nothing(tree: CandidateTree, forecast: ExpertForecast | None, spec: SpecConfig) -> Selection:
-    """The policy that verifies the root alone."""
-    batch = tree.tokens_BN.shape[0]
-    return Selection(jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32))
+def plain_answers(sampling: SamplingConfig = SamplingConfig()) -> list[tuple[int, ...]]:
+    """What plain decoding gives to `PROMPTS`; an answer does not depend on its batch mates."""
+    return decode(StepPlan(TARGET_DEF, None, likelihood, PLAIN, sampling, ()), Weights(TARGET_STATE, None))[0]
 
 
 def helpful(sampling: SamplingConfig = SamplingConfig(), batch: int = 3) -> Script:
     """A drafter that is often right, and not always in the first place."""
-    return tiny.answers_script(PROMPTS[:batch], plain_answers(sampling, batch), right=0.9, first=0.6)
+    return tiny.answers_script(PROMPTS[:batch], plain_answers(sampling)[:batch], right=0.9, first=0.6)
 
 
 @dataclass
@@ -234,3 +226,13 @@ def sets_of(bits_LW: Any) -> frozenset[tuple[int, int]]:
         for bit in range(32)
         if value >> bit & 1
     )
+
+
+def token_routed(target: Qwen3Moe) -> Qwen3Moe:
+    """The target with a residual stream that is the token's embedding everywhere, so that routing knows no context."""
+    rigged = nnx.clone(target)
+    for layer in rigged.layers:
+        outputs = [layer.attention.o.weight, layer.mlp.down.weight if layer.moe is None else layer.moe.experts.down]
+        for weight in outputs:
+            weight.set_value(jnp.zeros_like(weight.get_value()))
+    return rigged

@@ -3,26 +3,20 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 from ecospec_jax import expert_bits
 from ecospec_jax.cache import KVCache, Rows
 from ecospec_jax.config import RoutingShape
 from ecospec_jax.models.predictor import BackbonePredictor, Evidence, Oracle, Previous, top_experts
-from tests import tiny, tiny_predictors
+from tests import tiny_predictors
 from tests.parity.compare import Tree, assert_close, causal_rows, tree_rows
+from tests.tiny import quick_compilation  # noqa: F401
 from tests.tiny_predictors import PREDICTOR, ROUTING, TARGET, random_ids, sets_of
 
 CONTEXT, CAPACITY = [4, 7], 24
 TREES = [Tree([-1, 0, 0, 1, 1, 2, 3]), Tree([-1, 0, 1, 0, 3, 4, 4])]
 NODES = len(TREES[0].parents)
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation():
-    with tiny.quick_compilation():
-        yield
-
 
 _logits = nnx.jit(lambda model, rows, cache: model.logits(rows, cache))
 
@@ -79,7 +73,6 @@ def test_call_names_the_best_k_of_each_layer() -> None:
 def test_ties_go_to_the_lower_id() -> None:
     scores = jnp.array([[0.0, 1.0, 0.0, 0.0, 1.0, 0.0]])
     assert sets_of(top_experts(scores, RoutingShape(1, 6, 3))) == {(0, 0), (0, 1), (0, 4)}
-
 
 
 def test_predictors_without_memory() -> None:

@@ -14,8 +14,9 @@ from ecospec_jax.cache import KVCache, Rows
 from ecospec_jax.checkpoint import parameters
 from ecospec_jax.config import BackboneConfig, BackbonePredictorConfig, RopeConfig, RoutingShape
 from ecospec_jax.models.predictor import BackbonePredictor
-from tests import tiny, tiny_predictors
+from tests import tiny_predictors
 from tests.parity.compare import Tree, assert_close, causal_rows, relative_error, tree_rows
+from tests.tiny import quick_compilation  # noqa: F401
 
 VOCAB, EMBEDDING, LAYERS, EXPERTS = 47, 22, 3, 41
 BASE = BackboneConfig(
@@ -99,12 +100,6 @@ def models(name: str) -> SimpleNamespace:
         variable.set_value(jnp.asarray(tensors.pop(source)))
     assert set(tensors) == {"model.embed_tokens.weight"}  # ours is the target's, behind a projection
     return SimpleNamespace(torch=theirs, jax=ours)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation():
-    with tiny.quick_compilation():
-        yield
 
 
 def reference(pair: SimpleNamespace, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
