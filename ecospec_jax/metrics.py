@@ -1,5 +1,6 @@
 """What is counted while decoding: sums on the device, figures on the host."""
 
+import math
 from dataclasses import dataclass
 
 import jax
@@ -12,8 +13,8 @@ def distinct_experts(expert_ids_LBRK: Int[Array, "layers batch rows k"], experts
     """Distinct experts each MoE layer touches over all rows; ids outside `0 .. experts-1` (dead rows) do not count."""
     layers = expert_ids_LBRK.shape[0]
     used_LE = jnp.zeros((layers, experts), bool)
-    flat = expert_ids_LBRK.reshape(layers, -1)
-    used_LE = used_LE.at[jnp.arange(layers)[:, None], flat].set(True, mode="drop")
+    ids_LP = expert_ids_LBRK.reshape(layers, math.prod(expert_ids_LBRK.shape[1:]))
+    used_LE = used_LE.at[jnp.arange(layers)[:, None], ids_LP].set(True, mode="drop")
     return jnp.sum(used_LE, axis=1, dtype=jnp.int32)
 
 
