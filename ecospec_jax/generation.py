@@ -64,9 +64,10 @@ class Answer:
                 self.text += self._matcher.feed(self._decoder.push([int(token)]))
 
     def result(self) -> Generation:
-        """The finished answer."""
+        """The finished answer; nothing can be fed after it."""
         if self._decoder is not None:
             self.text += self._matcher.feed(self._decoder.close()) + self._matcher.flush()
+            self._decoder = None  # what was held back is out; asked again, it must not come twice
         ended = bool(self._tokens) and self._tokens[-1] in self._eos_ids
         finish = "stop" if self.stopped else "eos" if ended else "length"
         return Generation(tuple(self._tokens), self.text, finish)

@@ -4,7 +4,18 @@ from pathlib import Path
 
 import pytest
 
+from convert import convert
 from tests.hf_models import DRAFTER, drafter_tensors, write_drafter, write_target
+
+CHECKPOINT = Path(__file__).parents[1] / "checkpoints" / "tiny-qwen3-moe"
+
+
+@pytest.fixture(scope="session")
+def converted_tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped checkpoint with its drafter, converted; for reading only."""
+    folder = tmp_path_factory.mktemp("converted") / CHECKPOINT.name
+    convert(CHECKPOINT / "target", folder, drafter=CHECKPOINT / "drafter")
+    return folder
 
 
 @pytest.fixture

@@ -16,16 +16,12 @@ from ecospec_jax.metrics import DecodeStats
 from ecospec_jax.models.qwen3_moe import Qwen3Moe
 from ecospec_jax.tree import CandidateTree, Selection
 from tests import tiny
-from tests.tiny import BUCKET, CAPACITY, PROMPTS, SAMPLINGS, SCRIPT_WIDTH, TARGET, Script
+from tests.tiny import BUCKET, CAPACITY, PROMPTS, SAMPLINGS, SCRIPT_WIDTH, TARGET, Script, quick_compilation
+
+__all__ = ["quick_compilation"]
 
 NEW_TOKENS = 20
 GREEDY, PROCESSED, PLAIN = SAMPLINGS["greedy"], SAMPLINGS["processed"], SAMPLINGS["plain"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_compilation():
-    with tiny.quick_compilation():
-        yield
 
 
 @cache
@@ -328,10 +324,10 @@ MANY_EXPERTS = replace(TARGET, num_experts=83, experts_per_token=2)
 
 
 def test_dead_rows_change_nothing() -> None:
-    """Padding, finished sequences, unused slots: nothing in U, no count, and no expert read that only they would choose.
+    """Padding, finished sequences, unused slots: none of them is counted or routed, and no live row sees them.
 
-    The reference decodes the one live sequence alone; the batch pads it with a sequence that is finished from the start
-    and one that finishes early. All experts that no live row uses hold NaN there.
+    A batch of one sequence, one finished from the start and one that finishes early runs twice: the second time, all
+    experts that no live row of the first used hold NaN.
     """
     target = tiny.make_target(MANY_EXPERTS, seed=4)
     graph, target_state = nnx.split(target)

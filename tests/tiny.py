@@ -4,7 +4,6 @@ All dimensions are unequal, weights come from numpy (nothing is compiled to make
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from ecospec_jax.cache import KVCache, Rows
@@ -66,9 +66,9 @@ PLAIN = SpecConfig(depth=1, branch=1, budget=0)
 SCRIPT_WIDTH = 4
 
 
-@contextmanager
+@pytest.fixture(scope="module", autouse=True)
 def quick_compilation() -> Iterator[None]:
-    """Compiles in half the time and runs a little slower; results are the same up to rounding."""
+    """Compiles in half the time and runs a little slower; a test file that imports this has it on throughout."""
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", True)
     yield
@@ -302,7 +302,7 @@ def answers_script(
 
 
 class ByteTokenizer:
-    """Token i is a few bytes, so characters and stop strings span tokens; `ecospec_jax.tokenizer.Tokenizer`'s interface."""
+    """Stands in for `ecospec_jax.tokenizer.Tokenizer`. Tokens are a few bytes each, so characters span tokens."""
 
     SPECIAL = 0
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,13 +13,11 @@ from ecospec_jax.cache import Rows
 from ecospec_jax.config import Eagle3Config, Qwen3MoeConfig, RopeConfig, SamplingConfig, SpecConfig
 from ecospec_jax.decoding import Program, StepPlan, Weights, draft
 from ecospec_jax.models.eagle3 import Eagle3
-from ecospec_jax.models.qwen3_moe import Qwen3Moe
 from ecospec_jax.selection import likelihood
 from tests import tiny
 from tests.parity.compare import Tree, assert_close, causal_rows, relative_error
 from tests.parity.torch_eagle3 import Mistakes, TorchEagle3
 
-F32 = jnp.dtype(jnp.float32)
 BASE = Eagle3Config(
     hidden_size=26,
     target_hidden_size=14,
@@ -96,6 +95,7 @@ def _level(depth: int) -> slice:
 FULL_TREE = Tree([-1, -1, *(node // BRANCH - 1 for node in range(BRANCH, _level(DEPTH - 1).stop))])
 catch_up = nnx.jit(lambda drafter, rows, features, cache: drafter.catch_up(rows, features, cache))
 extend = nnx.jit(lambda drafter, rows, states, cache: drafter.extend(rows, states, cache))
+forward = nnx.jit(lambda target, rows, cache, boundaries: target(rows, cache, boundaries), static_argnums=3)
 
 
 def _ours(drafter: Eagle3, case: Case) -> np.ndarray:
@@ -189,7 +189,7 @@ def test_each_known_mistake_would_be_seen(square, mistake: str) -> None:
 
 
 def test_captured_features_identify_the_boundaries() -> None:
-    """F.17: layer i adds 10**i to the residual stream, so boundary b is the embedding plus b ones: 1, 11, 111, ..."""
+    """F.17: layer i adds 10**i to the residual stream, so boundary b is the embedding plus 0, 1, 11, 111, 1111."""
     layers, hidden = 4, 14
     config = Qwen3MoeConfig(
         vocab_size=31,
@@ -209,7 +209,7 @@ def test_captured_features_identify_the_boundaries() -> None:
         dense_layers=(2,),
         attention_bias=True,
     )
-    target = Qwen3Moe(config, dtype=F32, rngs=nnx.Rngs(0))
+    target = tiny.make_target(config)
     for index, layer in enumerate(target.layers):
         layer.attention.o.weight.set_value(jnp.zeros_like(layer.attention.o.weight[...]))
         layer.attention.o.bias.set_value(jnp.full(hidden, 10.0**index))
@@ -217,8 +217,8 @@ def test_captured_features_identify_the_boundaries() -> None:
         silent.set_value(jnp.zeros_like(silent[...]))
     tokens = np.arange(6).reshape(2, 3)
     embedded = np.asarray(target.embedding(tokens))
-    for boundaries in [(0,), (layers,), (2, layers // 2 + 1, layers), (0, 1, 2, 3, 4), (1, 3)]:
-        output, _ = target(causal_rows(tokens), target.empty_cache(2, 5), boundaries)
+    for boundaries in [tuple(range(layers + 1)), (1, 2), (3, layers)]:
+        output, _ = forward(target, causal_rows(tokens), target.empty_cache(2, 5), boundaries)
         expected = [embedded + (10.0**boundary - 1) / 9 for boundary in boundaries]
         np.testing.assert_allclose(output.features_BRF, np.concatenate(expected, axis=-1), rtol=1e-6, atol=1e-4)
 
@@ -232,11 +232,10 @@ def test_entry_t_pairs_the_features_of_position_t_with_token_t_plus_1() -> None:
     drafter_def, drafter_state = nnx.split(reference.to_jax())
     plan = StepPlan(target_def, drafter_def, likelihood, SpecConfig(), SamplingConfig(), eos_ids=())
     weights = Weights(target_state, drafter_state)
-    state = tiny.prefilled(Program(plan), weights)
-    tree, state = draft(plan, weights, state)
+    tree, state = jax.jit(draft, static_argnums=0)(plan, weights, tiny.prefilled(Program(plan), weights))
     keys_BKSH, values_BKSH = state.draft_cache.keys[0], state.draft_cache.values[0]
     for sequence, prompt in enumerate(tiny.PROMPTS):
-        output, _ = target(causal_rows([prompt]), target.empty_cache(1, len(prompt)), config.boundaries)
+        output, _ = forward(target, causal_rows([prompt]), target.empty_cache(1, len(prompt)), config.boundaries)
         root = int(state.tokens_BS[sequence, len(prompt)])
         with torch.no_grad():
             states, memory = reference.context(torch.tensor(np.array(output.features_BRF[0])), [*prompt[1:], root])

@@ -34,7 +34,7 @@ CONFIGS = {
 BATCH, LONGEST, CAPACITY = 2, 13, 33  # shared by the tests, so that each model compiles few shapes
 MIN_GAP = 1e-4  # between the probabilities of ranks k and k + 1: rounding must not decide the routing
 
-forward = nnx.jit(lambda model, rows, cache, boundaries: model(rows, cache, boundaries), static_argnames="boundaries")
+forward = nnx.jit(lambda model, rows, cache, boundaries: model(rows, cache, boundaries), static_argnums=3)
 
 
 @functools.cache

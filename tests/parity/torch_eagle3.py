@@ -130,7 +130,7 @@ class TorchEagle3:
 
     def to_jax(self) -> Eagle3:
         """Our module with the same weights."""
-        ours = Eagle3(self.config, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
+        ours = nnx.eval_shape(lambda: Eagle3(self.config, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0)))
         places = {
             "embed_tokens": ours.embedding,
             "fc": ours.fc,

@@ -54,7 +54,8 @@ def random_model(seed: int = 0, **overrides) -> transformers.Qwen3MoeForCausalLM
 
 def to_jax(model: transformers.Qwen3MoeForCausalLM) -> Qwen3Moe:
     """Our module with the same weights, float32."""
-    ours = Qwen3Moe(config_of(model.config), dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0))
+    config = config_of(model.config)
+    ours = nnx.eval_shape(lambda: Qwen3Moe(config, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0)))
     unused = dict(model.state_dict())
 
     def put(parameter: nnx.Param, name: str, part: slice = slice(None), axis: int = 0) -> None:
@@ -82,7 +83,7 @@ def to_jax(model: transformers.Qwen3MoeForCausalLM) -> Qwen3Moe:
             for name in ("gate", "up", "down"):
                 put(getattr(layer.mlp, name).weight, f"{prefix}mlp.{name}_proj.weight")
         else:
-            width = ours.config.moe_intermediate_size
+            width = config.moe_intermediate_size
             put(layer.moe.router.gate.weight, prefix + "mlp.gate.weight")
             put(layer.moe.experts.gate, prefix + "mlp.experts.gate_up_proj", slice(0, width), axis=1)
             put(layer.moe.experts.up, prefix + "mlp.experts.gate_up_proj", slice(width, None), axis=1)

@@ -1,0 +1,114 @@
+"""Guards on what XLA makes of a step: no copy of expert weights or of a cache, and few compilations."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from ecospec_jax import Decoder
+from ecospec_jax.config import Eagle3Config, Qwen3MoeConfig, RopeConfig, SamplingConfig, SpecConfig
+from ecospec_jax.decoding import Program, StepPlan, Weights
+from ecospec_jax.models.eagle3 import Eagle3
+from ecospec_jax.models.qwen3_moe import Qwen3Moe
+from ecospec_jax.selection import likelihood
+from tests import tiny
+
+# One layer's experts: 31 MB in f32, 16 MB in bf16. One cache buffer: 21 MB. Everything else is small.
+BATCH, CAPACITY = 2, 8192
+TARGET = Qwen3MoeConfig(
+    vocab_size=301,
+    hidden_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=160,
+    intermediate_size=224,
+    moe_intermediate_size=128,
+    num_experts=160,
+    experts_per_token=4,
+    norm_topk_prob=True,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(theta=1e4),
+    max_positions=CAPACITY,
+)
+DRAFTER = Eagle3Config(
+    hidden_size=128,
+    target_hidden_size=128,
+    intermediate_size=192,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=40,
+    vocab_size=301,
+    draft_vocab_size=201,
+    rms_norm_eps=1e-6,
+    rope=RopeConfig(theta=1e4),
+    boundaries=(0, 1, 2),
+)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", ["ar", "likelihood"])
+def test_a_step_copies_no_expert_weights_and_no_cache(method: str, dtype: str) -> None:
+    target = nnx.eval_shape(lambda: Qwen3Moe(TARGET, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
+    drafter = nnx.eval_shape(lambda: Eagle3(DRAFTER, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
+    (graph, target_state), (head_graph, head_state) = nnx.split(target), nnx.split(drafter)
+    if method == "ar":
+        plan = StepPlan(graph, None, likelihood, tiny.PLAIN, SamplingConfig(), (3,))
+        weights = Weights(target_state, None)
+    else:
+        plan = StepPlan(graph, head_graph, likelihood, SpecConfig(), SamplingConfig(0.8, 20, 0.9), (3,))
+        weights = Weights(target_state, head_state)
+    program = Program(plan)
+
+    shape = jax.ShapeDtypeStruct
+    numbers = shape((BATCH,), jnp.int32)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), BATCH))
+    state = jax.eval_shape(
+        lambda *arguments: program.prefill(*arguments, capacity=CAPACITY),
+        *(weights, shape((BATCH, 32), jnp.int32), numbers, numbers, keys),
+    )
+    compiled = program.decode_steps.lower(weights, state, shape((), jnp.int32)).compile()
+    memory = compiled.memory_analysis()
+
+    size = lambda leaf: leaf.size * leaf.dtype.itemsize  # noqa: E731
+    experts_bytes = 3 * size(target.layers[0].moe.experts.gate.get_value())
+    buffer_bytes, draft_buffer_bytes = size(state.target_cache.keys[0]), BATCH * 2 * CAPACITY * 40 * 4
+    # XLA on CPU widens bf16 weights of dense layers ahead of the loop, once a use: few bytes, and no experts among them
+    dense_bytes = 3.5e6 if dtype == "bfloat16" else 0
+    scores_bytes = BATCH * 4 * 5 * CAPACITY * 4  # all rows, heads and slots
+    few_bytes = 3 * scores_bytes + dense_bytes
+    assert few_bytes < 0.5 * min(experts_bytes, buffer_bytes)
+    assert memory.temp_size_in_bytes < few_bytes
+    # The caches are updated in place: what goes in is what comes out.
+    assert memory.alias_size_in_bytes >= 4 * buffer_bytes + (0 if method == "ar" else 2 * draft_buffer_bytes)
+    assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1e5
+
+
+def test_one_compilation_for_all_prompts_of_a_bucket() -> None:
+    """Of different lengths, limits and seeds, streamed or not, ended on the host by stop strings, in padded batches."""
+    decoder = Decoder(tiny.make_target(), tiny.make_drafter(), eos_ids=(1,), tokenizer=tiny.ByteTokenizer())  # pyright: ignore[reportArgumentType]
+    sampling = SamplingConfig(temperature=1.0)
+    program = decoder.program("likelihood", SpecConfig(), sampling)
+    prompts = [tiny.prompt(length, seed=length) for length in (9, 14, 20, 27, 32)]  # with 20 more: 64 slots
+
+    def compilations() -> tuple[int, int]:
+        return program.prefill._cache_size(), program.decode_steps._cache_size()  # pyright: ignore
+
+    decoder.generate(prompts[:1], sampling=sampling, max_new_tokens=20)
+    assert compilations() == (1, 1)
+    decoder.generate(prompts, sampling=sampling, max_new_tokens=20, seed=3)
+    decoder.generate(prompts, sampling=sampling, max_new_tokens=24, seed=[1, 2, 3, 4, 5], stop=["a", "n"])
+    for prompt in prompts:
+        for _ in decoder.stream(prompt, sampling=sampling, max_new_tokens=20, stop=["o"]):
+            pass
+    assert compilations() == (1, 1)
+    assert decoder.program("likelihood", SpecConfig(), sampling) is program
+
+    # Another batch size is another compilation, one for full and padded batches; ends on the host leave it at that.
+    answers = decoder.generate(
+        prompts, sampling=sampling, max_new_tokens=20, batch_size=3, stop=["a"], ignore_eos=False
+    ).generations
+    assert "stop" in {answer.finish for answer in answers}
+    assert compilations() == (2, 2)
+    decoder.generate(prompts, sampling=sampling, max_new_tokens=5, batch_size=3)
+    assert compilations() == (2, 2)

@@ -1,0 +1,89 @@
+"""What is counted on the device, and the figures made of it."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ecospec_jax.metrics import Counters, DecodeStats, distinct_experts
+
+EXPERTS = 9
+distinct = jax.jit(distinct_experts, static_argnums=1)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32 - 1), used=st.integers(0, EXPERTS), dead=st.sampled_from([0.0, 0.4, 1.0]))
+def test_distinct_experts_equal_sets(seed: int, used: int, dead: float) -> None:
+    """Over the union of all rows; dead rows hold the id `EXPERTS`."""
+    random = np.random.default_rng(seed)
+    ids_LBRK = random.choice([*random.permutation(EXPERTS)[:used], EXPERTS], (4, 3, 5, 2))
+    ids_LBRK[:, random.random((3, 5)) < dead] = EXPERTS
+    expected = [len(set(layer.ravel().tolist()) - {EXPERTS}) for layer in ids_LBRK]
+    assert distinct(ids_LBRK, EXPERTS).tolist() == expected
+
+
+def test_distinct_experts_without_moe_layers() -> None:
+    assert distinct(jnp.zeros((0, 2, 3, 0), jnp.int32), 0).shape == (0,)
+
+
+def test_counters_add_up() -> None:
+    """Finished sequences emit 0; a pass without a live row is none."""
+    counters = Counters.zeros(batch=3, longest=4, moe_layers=2)
+    live = jnp.array([[True, True, False], [True, False, False], [False, False, False]])
+    counters = counters.add(jnp.array([2, 1, 0]), jnp.array([5, 6]), live)
+    counters = counters.add(jnp.array([4, 0, 0]), jnp.array([7, 1]), live.at[1].set(False))
+    counters = counters.add(jnp.array([0, 0, 0]), jnp.array([0, 0]), live & False)
+    assert int(counters.verifications) == 2
+    assert counters.emitted_BP.tolist() == [[0, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]]
+    assert counters.distinct_L.tolist() == [12, 7]
+    assert int(counters.live_rows) == 5
+
+
+def stats(**changes: object) -> DecodeStats:
+    values = {
+        "prefill_seconds": 0.5,
+        "decode_seconds": 2.0,
+        "verifications": 4,
+        "emitted_histograms": ((1, 2, 0), (0, 1, 3)),
+        "distinct_by_layer": (20, 10, 12),
+        "live_rows": 30,
+    }
+    return DecodeStats(**(values | changes))  # pyright: ignore[reportArgumentType]
+
+
+def test_figures() -> None:
+    one = stats()
+    assert one.emitted == 1 + 2 * 2 + 2 + 3 * 3
+    assert one.tau == pytest.approx(16 / 7)  # passes of a sequence, not of the batch
+    assert one.u == pytest.approx(14 / 4)
+    assert one.rows == pytest.approx(7.5)
+    assert one.tokens_per_second == pytest.approx(8)  # prefill apart
+
+
+def test_sum_of_batches() -> None:
+    both = stats() + stats(decode_seconds=1.0, verifications=1, emitted_histograms=((0, 0, 1),), live_rows=2)
+    assert both.prefill_seconds == 1 and both.decode_seconds == 3 and both.verifications == 5
+    assert both.emitted_histograms == ((1, 2, 0), (0, 1, 3), (0, 0, 1))
+    assert both.emitted == 19 and both.tau == pytest.approx(19 / 8)
+    assert both.distinct_by_layer == (40, 20, 24) and both.u == pytest.approx(28 / 5)
+    assert both.live_rows == 32 and both.tokens_per_second == pytest.approx(19 / 3)
+
+
+def test_figures_of_nothing_are_nan() -> None:
+    none = stats(verifications=0, emitted_histograms=((0, 0, 0),), distinct_by_layer=(0, 0), live_rows=0)
+    assert none.emitted == 0
+    assert all(math.isnan(value) for value in (none.tau, none.u, none.rows, none.tokens_per_second))
+    assert math.isnan(stats(distinct_by_layer=()).u)
+
+
+def test_only_real_sequences_are_reported() -> None:
+    counters = Counters.zeros(batch=3, longest=2, moe_layers=1)
+    live = jnp.array([[True], [True], [False]])
+    counters = counters.add(jnp.array([1, 2, 0]), jnp.array([3]), live)
+    figures = DecodeStats.create(counters, sequences=2, prefill_seconds=1.0, decode_seconds=2.0)
+    assert figures.emitted_histograms == ((1, 0), (0, 1))
+    assert figures.verifications == 1 and figures.distinct_by_layer == (3,) and figures.live_rows == 2
