@@ -183,7 +183,7 @@ class Decoder:
         if on_text is not None and batch_size != 1:
             raise UserError("on_text needs batch size 1")
         encoded = [self.encode(prompt) for prompt in prompts]
-        program = self.program(method, spec, sampling, ignore_eos=ignore_eos)
+        program, weights = self.program(method, spec, sampling, ignore_eos=ignore_eos)
         capacity = self._capacity(encoded, max_new_tokens, program.plan, capacity)
         seeds = _seeds(seed, len(prompts))
         generations: list[Generation] = []
@@ -192,6 +192,7 @@ class Decoder:
             part = slice(first, first + batch_size)
             batch = Batch(
                 program,
+                weights,
                 encoded[part],
                 seeds[part],
                 max_new_tokens=max_new_tokens,
@@ -224,9 +225,10 @@ class Decoder:
         if self.tokenizer is None:
             raise UserError("streaming text needs a tokenizer; this model was converted without one")
         encoded = [self.encode(prompt)]
-        program = self.program(method, spec, sampling, ignore_eos=ignore_eos)
+        program, weights = self.program(method, spec, sampling, ignore_eos=ignore_eos)
         batch = Batch(
             program,
+            weights,
             encoded,
             _seeds(seed, 1),
             max_new_tokens=max_new_tokens,
@@ -247,18 +249,19 @@ class Decoder:
     ) -> dict[str, float]:
         """Median milliseconds of each stage of a step, `batch_size` times the same prompt; see `profiling`."""
         encoded = [self.encode(prompt)] * batch_size
-        program = self.program(method, spec, sampling, ignore_eos=True)
+        program, weights = self.program(method, spec, sampling, ignore_eos=True)
         room = self.target.config.max_positions - len(encoded[0])
         new_tokens = min(room, (steps + 1) * program.plan.spec.max_emitted + 1)
         batch = Batch(
             program,
+            weights,
             encoded,
             _seeds(0, batch_size),
             max_new_tokens=new_tokens,
             capacity=self._capacity(encoded, new_tokens, program.plan),
             batch_size=batch_size,
         )
-        return StageProfiler(program.plan).milliseconds(program.weights, batch.state, steps)
+        return StageProfiler(program.plan).milliseconds(weights, batch.state, steps)
 
     def routing(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """The experts the target chooses for every token of each sequence, `[T, L, K]` int32, best first."""
@@ -297,8 +300,8 @@ class Decoder:
 
     def program(
         self, method: str | Method, spec: SpecConfig, sampling: SamplingConfig, *, ignore_eos: bool = False
-    ) -> Program:
-        """The compiled step of a method; kept for the next call."""
+    ) -> tuple[Program, Weights]:
+        """The compiled step of a method, kept for the next call, and the parameters it takes."""
         chosen = get_method(method)
         if chosen.drafts and self.drafter is None:
             raise UserError(f"method '{chosen.name}' needs a drafter; this model was converted without one")
@@ -313,8 +316,8 @@ class Decoder:
         eos_ids = () if ignore_eos else self.eos_ids
         plan = StepPlan(target_def, drafter_def, chosen.policy, spec, sampling, eos_ids, predictor_def)
         if plan not in self._programs:
-            self._programs[plan] = Program(plan, Weights(target_state, drafter_state, predictor_state))
-        return self._programs[plan]
+            self._programs[plan] = Program(plan)
+        return self._programs[plan], Weights(target_state, drafter_state, predictor_state)
 
     def check_fits(self, prompt: Prompt, max_new_tokens: int, where: str) -> None:
         """Raises a `UserError` that begins with `where` if prompt and answer exceed the model's context."""

@@ -354,13 +354,13 @@ def decode_steps(plan: StepPlan, weights: Weights, state: DecodeState, steps: In
 
 
 class Program:
-    """A plan with its weights, compiled: one compilation per (batch, bucket, capacity)."""
+    """The compiled functions of a plan: one compilation per (batch, bucket, capacity)."""
 
-    def __init__(self, plan: StepPlan, weights: Weights) -> None:
+    def __init__(self, plan: StepPlan) -> None:
         """Nothing is compiled before the first call."""
-        self.plan, self.weights = plan, weights
-        self.prefill = partial(jax.jit(partial(prefill, plan), static_argnames=("capacity",)), weights)
-        self.decode_steps = partial(jax.jit(partial(decode_steps, plan), donate_argnames=("state",)), weights)
+        self.plan = plan
+        self.prefill = jax.jit(partial(prefill, plan), static_argnames=("capacity",))
+        self.decode_steps = jax.jit(partial(decode_steps, plan), donate_argnames=("state",))
         self._shapes: set[tuple[int, ...]] = set()
 
     def is_new(self, shape: tuple[int, ...]) -> bool:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ecospec_jax.decoding import DecodeState, Program
+from ecospec_jax.decoding import DecodeState, Program, Weights
 from ecospec_jax.metrics import DecodeStats
 from ecospec_jax.stopping import StopMatcher
 from ecospec_jax.tokenizer import Tokenizer
@@ -79,6 +79,7 @@ class Batch:
     def __init__(
         self,
         program: Program,
+        weights: Weights,
         prompts: Sequence[Sequence[int]],
         seeds: Sequence[tuple[int, int]],
         *,
@@ -90,13 +91,14 @@ class Batch:
 
         Args:
             program: what to run.
+            weights: parameters of its models.
             prompts: token ids, at most `batch_size` of them.
             seeds: (seed, sequence index) of each prompt.
             max_new_tokens: most new tokens of each.
             capacity: cache slots.
             batch_size: sequences of the compiled step.
         """
-        self._program = program
+        self._program, self._weights = program, weights
         self._prompt_lengths = [len(prompt) for prompt in prompts]
         padding = batch_size - len(prompts)
         longest = bucket(max(self._prompt_lengths))
@@ -106,11 +108,11 @@ class Batch:
         lengths = np.array([*self._prompt_lengths, *[1] * padding], np.int32)
         limits = np.array([*[n + max_new_tokens for n in self._prompt_lengths], *[0] * padding], np.int32)
         keys_B = sequence_keys(*(jnp.array([*part, *[0] * padding]) for part in zip(*seeds, strict=True)))
-        arguments = (jnp.array(tokens_BT), jnp.array(lengths), jnp.array(limits), keys_B)
+        arguments = (weights, jnp.array(tokens_BT), jnp.array(lengths), jnp.array(limits), keys_B)
 
         if program.is_new((batch_size, longest, capacity)):
             warm = program.prefill(*arguments, capacity=capacity)
-            jax.block_until_ready(program.decode_steps(warm, jnp.int32(0)))
+            jax.block_until_ready(program.decode_steps(weights, warm, jnp.int32(0)))
         started = time.perf_counter()
         self.state: DecodeState = jax.block_until_ready(program.prefill(*arguments, capacity=capacity))
         self._prefill_seconds = time.perf_counter() - started
@@ -144,7 +146,7 @@ class Batch:
 
     def _advance(self, steps: int) -> None:
         started = time.perf_counter()
-        self.state = self._program.decode_steps(self.state, jnp.int32(steps))
+        self.state = self._program.decode_steps(self._weights, self.state, jnp.int32(steps))
         self._refresh()
         self._decode_seconds += time.perf_counter() - started
 

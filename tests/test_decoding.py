@@ -314,10 +314,10 @@ def test_tau_counts_emitted_tokens_per_pass_without_the_prefills() -> None:
 UNUSED_SLOTS = (1, 0, 3)
 
 
-def uneven(tree: CandidateTree, budget: int) -> Selection:
+def uneven(tree: CandidateTree, forecast: ExpertForecast | None, spec: SpecConfig) -> Selection:
     """A policy that leaves `UNUSED_SLOTS` of the budget to the three sequences."""
-    nodes_BM = jnp.broadcast_to(jnp.arange(budget), (tree.tokens_BN.shape[0], budget))
-    return Selection(nodes_BM, budget - jnp.array(UNUSED_SLOTS))
+    nodes_BM = jnp.broadcast_to(jnp.arange(spec.budget), (tree.tokens_BN.shape[0], spec.budget))
+    return Selection(nodes_BM, spec.budget - jnp.array(UNUSED_SLOTS))
 
 
 MANY_EXPERTS = replace(TARGET, num_experts=83, experts_per_token=2)

@@ -9,10 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ecospec_jax.metrics import Counters, DecodeStats, distinct_experts
+from ecospec_jax import expert_bits
+from ecospec_jax.metrics import Counters, DecodeStats, ExpertUse, expert_use
 
 EXPERTS = 9
-distinct = jax.jit(distinct_experts, static_argnums=1)
+
+
+@jax.jit
+def distinct(ids_LBRK: jax.Array) -> jax.Array:
+    sets_BRLW = jnp.moveaxis(expert_bits.from_ids(ids_LBRK, EXPERTS), 0, 2)
+    return expert_use(sets_BRLW, jnp.zeros_like(sets_BRLW), jnp.ones(sets_BRLW.shape[:2], bool)).distinct_L
+
+
+def use(*distinct_by_layer: int) -> ExpertUse:
+    """Only the true experts of each layer."""
+    none_L, zero = jnp.zeros(len(distinct_by_layer), jnp.int32), jnp.int32(0)
+    return ExpertUse(jnp.array(distinct_by_layer), none_L, none_L, zero, zero)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -23,23 +35,23 @@ def test_distinct_experts_equal_sets(seed: int, used: int, dead: float) -> None:
     ids_LBRK = random.choice([*random.permutation(EXPERTS)[:used], EXPERTS], (4, 3, 5, 2))
     ids_LBRK[:, random.random((3, 5)) < dead] = EXPERTS
     expected = [len(set(layer.ravel().tolist()) - {EXPERTS}) for layer in ids_LBRK]
-    assert distinct(ids_LBRK, EXPERTS).tolist() == expected
+    assert distinct(ids_LBRK).tolist() == expected
 
 
 def test_distinct_experts_without_moe_layers() -> None:
-    assert distinct(jnp.zeros((0, 2, 3, 0), jnp.int32), 0).shape == (0,)
+    assert distinct(jnp.zeros((0, 2, 3, 0), jnp.int32)).shape == (0,)
 
 
 def test_counters_add_up() -> None:
     """Finished sequences emit 0; a pass without a live row is none."""
     counters = Counters.zeros(batch=3, longest=4, moe_layers=2)
     live = jnp.array([[True, True, False], [True, False, False], [False, False, False]])
-    counters = counters.add(jnp.array([2, 1, 0]), jnp.array([5, 6]), live)
-    counters = counters.add(jnp.array([4, 0, 0]), jnp.array([7, 1]), live.at[1].set(False))
-    counters = counters.add(jnp.array([0, 0, 0]), jnp.array([0, 0]), live & False)
+    counters = counters.add(jnp.array([2, 1, 0]), use(5, 6), live)
+    counters = counters.add(jnp.array([4, 0, 0]), use(7, 1), live.at[1].set(False))
+    counters = counters.add(jnp.array([0, 0, 0]), use(0, 0), live & False)
     assert int(counters.verifications) == 2
     assert counters.emitted_BP.tolist() == [[0, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]]
-    assert counters.distinct_L.tolist() == [12, 7]
+    assert counters.use.distinct_L.tolist() == [12, 7]
     assert int(counters.live_rows) == 5
 
 
@@ -50,6 +62,10 @@ def stats(**changes: object) -> DecodeStats:
         "verifications": 4,
         "emitted_histograms": ((1, 2, 0), (0, 1, 3)),
         "distinct_by_layer": (20, 10, 12),
+        "predicted_by_layer": (0, 0, 0),
+        "hits_by_layer": (0, 0, 0),
+        "uses": 90,
+        "added_error": 0,
         "live_rows": 30,
     }
     return DecodeStats(**(values | changes))  # pyright: ignore[reportArgumentType]
@@ -74,7 +90,7 @@ def test_sum_of_batches() -> None:
 
 
 def test_figures_of_nothing_are_nan() -> None:
-    none = stats(verifications=0, emitted_histograms=((0, 0, 0),), distinct_by_layer=(0, 0), live_rows=0)
+    none = stats(verifications=0, emitted_histograms=((0, 0, 0),), distinct_by_layer=(0, 0, 0), live_rows=0)
     assert none.emitted == 0
     assert all(math.isnan(value) for value in (none.tau, none.u, none.rows, none.tokens_per_second))
     assert math.isnan(stats(distinct_by_layer=()).u)
@@ -83,7 +99,7 @@ def test_figures_of_nothing_are_nan() -> None:
 def test_only_real_sequences_are_reported() -> None:
     counters = Counters.zeros(batch=3, longest=2, moe_layers=1)
     live = jnp.array([[True], [True], [False]])
-    counters = counters.add(jnp.array([1, 2, 0]), jnp.array([3]), live)
+    counters = counters.add(jnp.array([1, 2, 0]), use(3), live)
     figures = DecodeStats.create(counters, sequences=2, prefill_seconds=1.0, decode_seconds=2.0)
     assert figures.emitted_histograms == ((1, 0), (0, 1))
     assert figures.verifications == 1 and figures.distinct_by_layer == (3,) and figures.live_rows == 2

@@ -1,5 +1,6 @@
 """Policies choose prefix-closed sets of the right size."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -23,7 +24,7 @@ EDGES = [0.0, -0.0, -0.25, -0.5, -1.0, -1e-30, -40.0, -np.inf, np.nan]
 
 @partial(jax.jit, static_argnums=1)
 def choose(tree: CandidateTree, budget: int) -> tuple[jax.Array, jax.Array]:
-    selection = likelihood(tree, budget)
+    selection = likelihood(tree, None, replace(SPEC, budget=budget))
     return selection.nodes_BM, selection.count_B
 
 

@@ -61,7 +61,7 @@ SAMPLINGS = {
     "processed": SamplingConfig(temperature=0.8, top_k=20, top_p=0.9),
     "plain": SamplingConfig(temperature=1.0),
 }
-BUCKET, CAPACITY = 32, 64
+BUCKET, CAPACITY = 32, 128
 PLAIN = SpecConfig(depth=1, branch=1, budget=0)
 SCRIPT_WIDTH = 4
 
@@ -272,10 +272,10 @@ def observer(plan: StepPlan) -> Callable[[Weights, DecodeState], Observed]:
 
     def observe(weights: Weights, state: DecodeState) -> Observed:
         tree, drafted = draft(plan, weights, state)
-        selection = select(plan, tree)
+        selection = select(plan, tree, None)
         verified, checked = verify(plan, weights, drafted, tree, selection)
         path = accept_path(verified.tree, verified.drawn_BR, plan.spec.max_emitted)
-        return Observed(tree, selection, verified, path, commit(plan, checked, verified))
+        return Observed(tree, selection, verified, path, commit(plan, checked, verified, None))
 
     return jax.jit(observe)
 
