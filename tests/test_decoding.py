@@ -231,18 +231,17 @@ def test_caches_equal_a_fresh_prefill_after_each_step() -> None:
 
 
 def test_finished_sequences_stand_still() -> None:
-    """Steps after the end change no token, length or count of a finished sequence."""
+    """What ended early, as by a stop string, keeps its tokens, length and counts; its mates go on."""
     program = tiny.make_program(spec=SpecConfig(budget=7), sampling=PLAIN)
     weights = tiny.weights_with(good(PLAIN, 3))
-    limits = [9, BUCKET, BUCKET]
-    state = tiny.prefilled(program, weights, limits=limits)
-    before = program.decode_steps(weights, state, jnp.int32(2))
-    after = program.decode_steps(weights, tiny.prefilled(program, weights, limits=limits), jnp.int32(5))
-    assert before.finished_B.tolist() == [True, False, False]
+    state = program.decode_steps(weights, tiny.prefilled(program, weights), jnp.int32(2))
+    before = replace(state, finished_B=jnp.array([True, False, False]))
+    after = program.decode_steps(weights, jax.tree.map(jnp.copy, before), jnp.int32(3))
     assert (after.length_B > before.length_B).tolist() == [False, True, True]
     for name in ("tokens_BS", "length_B", "pending_tokens_BP", "pending_features_BPF", "pending_count_B"):
         np.testing.assert_array_equal(getattr(after, name)[0], getattr(before, name)[0], name)
     np.testing.assert_array_equal(after.counters.emitted_BP[0], before.counters.emitted_BP[0])
+    assert_caches_equal(after.target_cache, before.target_cache, np.asarray(before.length_B))
 
 
 def test_no_step_runs_once_all_are_finished() -> None:

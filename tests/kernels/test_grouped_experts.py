@@ -125,16 +125,9 @@ GROUPINGS = [(1, 1, 1), (1, 4, 7), (5, 3, 11), (6, 8, 5), (33, 1, 7), (40, 2, 3)
 grouped = jax.jit(expert_blocks, static_argnums=2)
 
 
-@pytest.mark.parametrize(("rows", "k", "experts"), GROUPINGS)
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_expert_blocks(rows: int, k: int, experts: int, data) -> None:
+def check_blocks(ids_TK: np.ndarray, weights_TK: np.ndarray, experts: int) -> None:
     """Every valid pair in exactly one place, in as few single-expert blocks as their size allows."""
-    pool = data.draw(st.lists(st.integers(-2, experts + 2), min_size=1, max_size=12))
-    random = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    ids_TK = random.choice(pool, (rows, k)).astype(np.int32)
-    weights_TK = random.random((rows, k)).astype(np.float32)
-
+    rows = len(ids_TK)
     blocks = jax.tree.map(np.asarray, grouped(ids_TK, weights_TK, experts))
     count, size = int(blocks.count), blocks.rows_NM.shape[1]
     assert 1 <= size <= rows and count <= len(blocks.expert_N)
@@ -151,3 +144,19 @@ def test_expert_blocks(rows: int, k: int, experts: int, data) -> None:
     assert sorted(itertools.chain.from_iterable(placed)) == sorted(pairs)
     load_E = np.bincount(ids_TK[valid], minlength=experts)
     assert count == sum(-(-load // size) for load in load_E)
+
+
+@pytest.mark.parametrize(("rows", "k", "experts"), GROUPINGS)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_expert_blocks(rows: int, k: int, experts: int, data) -> None:
+    pool = data.draw(st.lists(st.integers(-2, experts + 2), min_size=1, max_size=12))
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    check_blocks(random.choice(pool, (rows, k)).astype(np.int32), random.random((rows, k)).astype(np.float32), experts)
+
+
+@pytest.mark.parametrize(("rows", "k", "experts"), GROUPINGS)
+def test_as_many_expert_blocks_as_possible(rows: int, k: int, experts: int) -> None:
+    """Each expert but the last has one row; then the others."""
+    ids_P = np.minimum(np.arange(rows * k, dtype=np.int32), experts - 1)
+    check_blocks(ids_P.reshape(rows, k), np.ones((rows, k), np.float32), experts)
