@@ -14,6 +14,7 @@ from ecospec_jax.config import SamplingConfig, SpecConfig
 from ecospec_jax.decoding import Weights
 from ecospec_jax.metrics import DecodeStats
 from ecospec_jax.models.qwen3_moe import Qwen3Moe
+from ecospec_jax.selection import ExpertForecast
 from ecospec_jax.tree import CandidateTree, Selection
 from tests import tiny
 from tests.tiny import BUCKET, CAPACITY, PROMPTS, SAMPLINGS, SCRIPT_WIDTH, TARGET, Script, quick_compilation
@@ -343,16 +344,16 @@ def test_dead_rows_change_nothing() -> None:
     distinct_L, live_rows, steps = np.zeros(MANY_EXPERTS.num_layers, int), 0, 0
     while not state.finished_B.all():
         verified = observe(weights, state).verified
-        live_BR, ids_LBRK = np.asarray(verified.tree.rows.live_BR), np.asarray(verified.output.expert_ids_LBRK)
+        live_BR, words_BRLW = np.asarray(verified.tree.rows.live_BR), np.asarray(verified.experts_BRLW)
+        used_BRLE = np.unpackbits(words_BRLW.view(np.uint8), axis=-1, bitorder="little").astype(bool)
         np.testing.assert_array_equal(live_BR.sum(axis=1), np.where(state.finished_B, 0, 6 - np.array(UNUSED_SLOTS)))
-        assert (ids_LBRK[:, ~live_BR] == MANY_EXPERTS.num_experts).all()
-        for layer, ids_BRK in enumerate(ids_LBRK):
-            experts = sorted(set(ids_BRK[live_BR].ravel().tolist()))
-            used_LE[layer, experts] = True
-            distinct_L[layer] += len(experts)
+        assert not used_BRLE[~live_BR].any()
+        step_LE = used_BRLE.any(axis=(0, 1))[:, : MANY_EXPERTS.num_experts]
+        used_LE |= step_LE
+        distinct_L += step_LE.sum(axis=1)
         live_rows, steps = live_rows + live_BR.sum(), steps + 1
         state = program.decode_steps(weights, state, jnp.int32(1))
-    np.testing.assert_array_equal(state.counters.distinct_L, distinct_L)
+    np.testing.assert_array_equal(state.counters.use.distinct_L, distinct_L)
     assert int(state.counters.live_rows) == live_rows and int(state.counters.verifications) == steps
 
     poisoned = nnx.clone(target)
@@ -363,7 +364,7 @@ def test_dead_rows_change_nothing() -> None:
     weights = Weights(nnx.state(poisoned), weights.drafter)
     again = program.decode_steps(weights, tiny.prefilled(program, weights, limits=limits), jnp.int32(100))
     np.testing.assert_array_equal(again.tokens_BS, state.tokens_BS)
-    np.testing.assert_array_equal(again.counters.distinct_L, distinct_L)
+    np.testing.assert_array_equal(again.counters.use.distinct_L, distinct_L)
     np.testing.assert_array_equal(again.counters.emitted_BP, state.counters.emitted_BP)
 
 

@@ -6,6 +6,7 @@ A `Cast` holds every kind of predictor and lets one speak, so one compiled progr
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,9 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from ecospec_jax import decoding, expert_bits
 from ecospec_jax.cache import KVCache, Rows
+from ecospec_jax.checkpoint import (
+    FORMAT,
+    Manifest,
+    borrowed_parameters,
+    parameters,
+    piece_name,
+    save_piece,
+    write_manifest,
+)
 from ecospec_jax.config import (
     BackboneConfig,
     BackbonePredictorConfig,
@@ -236,3 +249,33 @@ def token_routed(target: Qwen3Moe) -> Qwen3Moe:
         for weight in outputs:
             weight.set_value(jnp.zeros_like(weight.get_value()))
     return rigged
+
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One id a letter, without merges; the ids of `TARGET`'s vocabulary that it does not have decode to nothing."""
+    vocabulary = {token: i for i, token in enumerate("abcdefghijklmnopqrstuvwx\u0120")}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend)
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+
+
+def write_converted(folder: Path, target: Qwen3Moe | None = None, eos_ids: tuple[int, ...] = ()) -> tuple[Path, str]:
+    """A folder as `python -m convert` leaves it, and the target's hash."""
+    target = make_target() if target is None else target
+    pieces = {}
+    for role, module, config in (("target", target, target.config), ("drafter", tiny.make_drafter(), tiny.DRAFTER)):
+        tensors: dict[str, dict[str, np.ndarray]] = {}
+        for path, variable in parameters(module).items():
+            if path not in borrowed_parameters(config):
+                tensors.setdefault(piece_name(role, path), {})[path] = np.asarray(variable.get_value())
+        pieces |= {name: save_piece(folder / name, values) for name, values in tensors.items()}
+    manifest = Manifest(FORMAT, "tiny", "tiny", "0" * 64, target.config, tiny.DRAFTER, eos_ids, pieces, {}, "today")
+    write_manifest(folder, manifest)
+    write_tokenizer(folder / "tokenizer")
+    return folder, manifest.target_hash

@@ -11,9 +11,10 @@ from ecospec_jax.config import RoutingShape
 from ecospec_jax.models.predictor import BackbonePredictor, Evidence, Oracle, Previous, top_experts
 from tests import tiny_predictors
 from tests.parity.compare import Tree, assert_close, causal_rows, tree_rows
-from tests.tiny import quick_compilation  # noqa: F401
+from tests.tiny import quick_compilation
 from tests.tiny_predictors import PREDICTOR, ROUTING, TARGET, random_ids, sets_of
 
+__all__ = ["quick_compilation"]
 CONTEXT, CAPACITY = [4, 7], 24
 TREES = [Tree([-1, 0, 0, 1, 1, 2, 3]), Tree([-1, 0, 1, 0, 3, 4, 4])]
 NODES = len(TREES[0].parents)

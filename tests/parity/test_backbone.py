@@ -16,7 +16,6 @@ from ecospec_jax.config import BackboneConfig, BackbonePredictorConfig, RopeConf
 from ecospec_jax.models.predictor import BackbonePredictor
 from tests import tiny_predictors
 from tests.parity.compare import Tree, assert_close, causal_rows, relative_error, tree_rows
-from tests.tiny import quick_compilation  # noqa: F401
 
 VOCAB, EMBEDDING, LAYERS, EXPERTS = 47, 22, 3, 41
 BASE = BackboneConfig(
@@ -104,7 +103,9 @@ def models(name: str) -> SimpleNamespace:
 
 def reference(pair: SimpleNamespace, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Their hidden states after the final norm and logits, for our embedded tokens."""
-    weight, projection = (torch.tensor(np.asarray(m.weight.get_value())) for m in (pair.jax.embedding, pair.jax.projection))
+    weight, projection = (
+        torch.tensor(np.asarray(m.weight.get_value())) for m in (pair.jax.embedding, pair.jax.projection)
+    )
     with torch.no_grad():
         embedded = (weight[torch.as_tensor(tokens)] @ projection.T)[None]
         return (
