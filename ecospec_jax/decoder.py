@@ -290,8 +290,9 @@ class Decoder:
         if messages:
             if self.tokenizer is None:
                 raise UserError("a text prompt needs a tokenizer; this model was converted without one")
-            return self.tokenizer.encode_chat(messages)
-        ids = [int(token) for token in prompt if not isinstance(token, Mapping)]
+            ids = self.tokenizer.encode_chat(messages)
+        else:
+            ids = [int(token) for token in prompt if not isinstance(token, Mapping)]
         vocabulary = self.target.config.vocab_size
         outside = [token for token in ids if not 0 <= token < vocabulary]
         if outside:
@@ -339,11 +340,16 @@ class Decoder:
 
 def _seeds(seed: int | Sequence[int], prompts: int) -> list[tuple[int, int]]:
     """(seed, sequence index) of each prompt: one seed for all, told apart by index, or a seed each."""
-    if isinstance(seed, int):
-        return [(seed, index) for index in range(prompts)]
-    if len(seed) != prompts:
-        raise UserError(f"{len(seed)} seeds for {prompts} prompts")
-    return [(one, 0) for one in seed]
+    if isinstance(seed, int | np.integer):
+        seeds = [(int(seed), index) for index in range(prompts)]
+    else:
+        seeds = [(int(one), 0) for one in seed]
+    if len(seeds) != prompts:
+        raise UserError(f"{len(seeds)} seeds for {prompts} prompts")
+    for one, _ in seeds:
+        if not -(2**31) <= one < 2**31:
+            raise UserError(f"seed {one} does not fit into 32 bits")
+    return seeds
 
 
 def _enable_compilation_cache() -> None:

@@ -147,8 +147,9 @@ def test_seeds() -> None:
     twice = generate(prompts=[PROMPT, PROMPT], method="ar", seed=3).generations
     assert twice[0] != twice[1]
     assert generate(prompts=[PROMPT], method="ar", seed=3).generations == twice[:1]
+    assert generate(prompts=[PROMPT], method="ar", seed=np.int64(3)).generations == twice[:1]
     assert generate(prompts=[PROMPT], method="ar", seed=4).generations != twice[:1]
-    own = generate(prompts=[PROMPT, [5], PROMPT], method="ar", seed=[3, 8, 3]).generations
+    own = generate(prompts=[PROMPT, [5], PROMPT], method="ar", seed=np.array([3, 8, 3])).generations
     assert own[0] == own[2] == twice[0]
 
 
@@ -187,6 +188,7 @@ BAD = {
     "no new tokens": ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
     "batch size 0": ({"batch_size": 0}, "batch size must be at least 1, not 0"),
     "text from a batch": ({"on_text": print, "batch_size": 2}, "on_text needs batch size 1"),
+    "seed too large": ({"seed": 2**31}, "seed 2147483648 does not fit into 32 bits"),
     "too few seeds": ({"seed": [1, 2]}, "2 seeds for 1 prompts"),
 }
 
@@ -217,6 +219,14 @@ def test_bad_input(case: str) -> None:
 def test_impossible_options(make, message: str) -> None:
     with pytest.raises(UserError, match=message):
         make()
+
+
+def test_a_tokenizer_of_another_vocabulary_is_noticed() -> None:
+    wide = ByteTokenizer(VOCAB + 40)
+    mixed = Decoder(tiny.make_target(), None, eos_ids=(), tokenizer=wide)  # pyright: ignore[reportArgumentType]
+    wide.encode_chat = lambda messages: [1, VOCAB + 5]
+    with pytest.raises(UserError, match=f"token id {VOCAB + 5} is not in the vocabulary of {VOCAB}"):
+        mixed.generate("text", method="ar")
 
 
 def test_what_is_missing_is_named() -> None:
