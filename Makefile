@@ -9,7 +9,8 @@ PIP_INSTALL := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check
 
 # Convert the bundled checkpoint once, then compare the decoding methods on a few prompts.
 demo: .venv/.base converted/$(TARGET)/manifest.json
-	$(VENV_PYTHON) -m experiments.decode --target converted/$(TARGET) --prompts experiments/prompts/demo.jsonl --out results/demo
+	$(VENV_PYTHON) -m experiments.decode --target converted/$(TARGET) \
+	  --predictor checkpoints/$(TARGET)/predictor --prompts experiments/prompts/demo.jsonl --out results/demo
 
 test: .venv/.test
 	$(VENV_PYTHON) -m pytest -n 2 -q

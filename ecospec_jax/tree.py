@@ -164,7 +164,10 @@ def verify_tree(
     length_B: Int[Array, " batch"],
     finished_B: Bool[Array, " batch"],
 ) -> VerifyTree:
-    """Lays the root and the selected nodes out as rows behind `length_B` committed tokens."""
+    """Lays the root and the selected nodes out as rows behind `length_B` committed tokens.
+
+    A node that was selected without all of its ancestors is dead, so that no policy can spoil the output.
+    """
     batch, budget = selection.nodes_BM.shape
     chosen_BM = jnp.arange(budget) < selection.count_B[:, None]
     if budget == 0:
@@ -181,7 +184,9 @@ def verify_tree(
         seen_BMM = jnp.take_along_axis(
             seen_BMN, jnp.broadcast_to(nodes_BM[:, None, :], (batch, budget, budget)), axis=2
         )
-        seen_BMM = seen_BMM & chosen_BM[:, :, None] & chosen_BM[:, None, :]
+        seen_BMM = seen_BMM & chosen_BM[:, None, :]
+        chosen_BM = chosen_BM & (jnp.sum(seen_BMM, axis=-1) == depth_BM)
+        seen_BMM = seen_BMM & chosen_BM[:, :, None]
 
     def root_column(value_BM: Array, root: Array) -> Array:
         return jnp.concatenate([root, value_BM], axis=1)

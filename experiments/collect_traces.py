@@ -23,6 +23,7 @@ from ecospec_jax.training.traces import (
     write_manifest,
     write_shard,
 )
+from experiments.options import require_positive
 from experiments.prompts import Prompt, read_prompts
 
 
@@ -92,6 +93,11 @@ def trace(decoder: Decoder, settings: Settings, prompts: Sequence[tuple[int, Pro
 
 
 def run(settings: Settings) -> None:
+    require_positive(settings, "limit", "max_new_tokens", "batch_size", "shard_prompts")
+    if not settings.temperatures:
+        raise UserError("--temperatures names no temperature")
+    for temperature in settings.temperatures:
+        SamplingConfig(temperature=temperature)  # refuses an impossible one before anything is written
     prompts = read_prompts(settings.prompts, settings.limit)
     decoder = Decoder.load(settings.target)
     for prompt in prompts:

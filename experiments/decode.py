@@ -49,8 +49,9 @@ class Settings:
     """Instead of a prompt file: one prompt."""
     limit: int | None = None
     """Use only the first prompts of the file."""
-    methods: str = "ar,likelihood,ecospec,oracle"
-    """Methods to compare, separated by commas; the first is the baseline of the speedup."""
+    methods: str | None = None
+    """Methods to compare, separated by commas; the first is the baseline of the speedup. Default: ar,likelihood, and
+    with a predictor ecospec,oracle."""
     temperature: float = 0.0
     """0 is greedy."""
     top_p: float = 1.0
@@ -103,7 +104,9 @@ class Settings:
 
     @property
     def method_names(self) -> list[str]:
-        names = [name.strip() for name in self.methods.split(",") if name.strip()]
+        informed = ",ecospec,oracle" if self.predictor is not None else ""
+        methods = f"ar,likelihood{informed}" if self.methods is None else self.methods
+        names = [name.strip() for name in methods.split(",") if name.strip()]
         if not names:
             raise UserError("--methods names no method")
         return [get_method(name).name for name in names]

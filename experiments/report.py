@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from ecospec_jax import Generation
 from ecospec_jax.cost import ByteModel
@@ -208,18 +208,29 @@ def _cell(interval: Interval, scale: float, digits: int, separator: str) -> str:
     return f"{interval.middle * scale:.{digits}f}{separator}[{low:.{digits}f}, {high:.{digits}f}]"
 
 
-def table_cells(rows: list[Row], separator: str) -> tuple[list[str], list[list[str]]]:
-    """Header and cells as text; `separator` stands between a median and its interval."""
-    header = ["method", *(title for title, _, _ in COLUMNS.values()), *(f"{stage} ms" for stage in STAGES)]
-    cells = [
-        [
-            row.title,
-            *(_cell(row.figures[name], scale, digits, separator) for name, (_, scale, digits) in COLUMNS.items()),
-            *(f"{row.stages[stage].middle:.2f}" for stage in STAGES),
-        ]
-        for row in rows
-    ]
+def table_cells(rows: list[Row], names: Sequence[str], separator: str) -> tuple[list[str], list[list[str]]]:
+    """Header and cells of the named columns and stages; `separator` stands between a median and its interval."""
+    header = ["method", *(COLUMNS[name][0] if name in COLUMNS else f"{name} ms" for name in names)]
+    cells = []
+    for row in rows:
+        line = [row.title]
+        for name in names:
+            if name in COLUMNS:
+                _, scale, digits = COLUMNS[name]
+                line.append(_cell(row.figures[name], scale, digits, separator))
+            else:
+                line.append(f"{row.stages[name].middle:.2f}")
+        cells.append(line)
     return header, cells
+
+
+# Groups of columns that fit on a terminal of 80 characters.
+TERMINAL_TABLES = (
+    ("tokens_per_second", "speedup", "tau", "u"),
+    ("bytes_per_step", "bytes_per_token"),
+    ("predicted_u", "overlap", "marginal_error"),
+    STAGES,
+)
 
 
 def write_report(
@@ -231,27 +242,26 @@ def write_report(
     common: dict[str, Any],
     console: Console,
 ) -> None:
-    """Prints the table and writes `table.md` and the plots into `out`."""
+    """Prints the table, in parts that fit a terminal, and writes `table.md` and the plots into `out`."""
     rows = summarise(methods, records, stages)
     verdicts = same_tokens(methods, records) + near_ties + paired_u(methods, records)
     notes = NOTES if any(row.oracle for row in rows) else NOTES[:1]
 
-    header, cells = table_cells(rows, separator="\n")
-    table = Table()
-    for title in header:
-        table.add_column(title, justify="left" if title == "method" else "right", no_wrap=title == "method")
-    for line in cells:
-        table.add_row(*line)
-    console.print(table)
+    for names in TERMINAL_TABLES:
+        header, cells = table_cells(rows, names, separator="\n")
+        table = Table(*(Column(title, justify="left" if title == "method" else "right") for title in header))
+        for line in cells:
+            table.add_row(*line)
+        console.print(table)
     for line in (*notes, *verdicts):
         console.print(line, soft_wrap=True)
 
-    header, cells = table_cells(rows, separator=" ")
+    header, cells = table_cells(rows, [*COLUMNS, *STAGES], separator=" ")
     with reported_as_user_error(f"{out}: cannot be written", OSError):
         write_text(out / "table.md", _markdown(header, cells, [*notes, *verdicts], common))
         _plot(out / "speed.png", rows)
         _plot_layers(out / "experts.png", methods, records)
-    console.print(f"written to {out}: results.jsonl, table.md, speed.png, experts.png")
+    console.print(f"written to {out}: results.jsonl, table.md, speed.png, experts.png", soft_wrap=True)
 
 
 def _markdown(header: list[str], cells: list[list[str]], remarks: list[str], common: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@
 An interrupted sweep continues: settings that are in `sweep.jsonl` already are not measured again.
 """
 
+import hashlib
 import itertools
 import json
 from dataclasses import asdict, dataclass
@@ -15,13 +16,15 @@ from typing import Any, Literal
 import tyro
 from rich.progress import track
 
-from ecospec_jax import Decoder, SpecConfig, UserError
+from ecospec_jax import Decoder, SamplingConfig, SpecConfig, UserError
+from ecospec_jax.checkpoint import MANIFEST
 from ecospec_jax.cost import byte_model
 from ecospec_jax.errors import reported_as_user_error, run_command
 from ecospec_jax.methods import get_method
 from experiments.environment import environment
+from experiments.options import require_positive
 from experiments.plots import plt, save_figure
-from experiments.prompts import read_prompts
+from experiments.prompts import Prompt, read_prompts
 from experiments.tables import markdown_table, write_text
 
 
@@ -120,32 +123,57 @@ def plot(path: Path, rows: list[dict[str, Any]]) -> None:
     save_figure(figure, path)
 
 
-def read_done(file: Path, common: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Rows of an earlier run of the same sweep; a run with other prompts or another target is refused."""
-    if not file.exists():
-        return {}
-    done = {}
-    with reported_as_user_error(f"{file}: cannot be read", OSError, ValueError, KeyError):
-        for line in file.read_text().splitlines():
-            values = json.loads(line)
-            if values["common"] != common:
-                raise UserError(f"{file}: holds a sweep of another target, prompts or version; choose another --out")
-            done[values["key"]] = values["row"]
-    return done
-
-
-def run(settings: Settings) -> None:
-    prompts = read_prompts(settings.prompts, settings.limit)
-    points = grid(settings)
-    decoder = Decoder.load(settings.target, predictor=settings.predictor)
-    texts = [prompt.turns[0] for prompt in prompts]
-    common: dict[str, Any] = {
+def identity(settings: Settings, decoder: Decoder, prompts: list[Prompt]) -> dict[str, Any]:
+    """What all rows of a sweep must have in common."""
+    asked = json.dumps([[prompt.id, prompt.turns[0]] for prompt in prompts]).encode()
+    predictor = None if settings.predictor is None else (settings.predictor / MANIFEST).read_bytes()
+    return {
         "target_hash": decoder.target_hash,
-        "prompts": [prompt.id for prompt in prompts],
+        "predictor_hash": None if predictor is None else hashlib.sha256(predictor).hexdigest(),
+        "prompts": len(prompts),
+        "prompts_hash": hashlib.sha256(asked).hexdigest(),
         "max_new_tokens": settings.max_new_tokens,
         "batch_size": settings.batch_size,
         **environment(),
     }
+
+
+def read_done(file: Path, common: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Rows of an earlier run of the same sweep; a run with other prompts or another target is refused.
+
+    A last line that an interruption cut off is dropped from the file.
+    """
+    if not file.exists():
+        return {}
+    done = {}
+    with reported_as_user_error(f"{file}: cannot be read", OSError, ValueError, KeyError):
+        text = file.read_text()
+        whole = text[: text.rfind("\n") + 1]
+        for line in whole.splitlines():
+            values = json.loads(line)
+            if values["common"] != common:
+                raise UserError(
+                    f"{file}: holds a sweep of another target, predictor, prompt set or version; choose another --out"
+                )
+            done[values["key"]] = values["row"]
+    if whole != text:
+        write_text(file, whole)
+    return done
+
+
+def run(settings: Settings) -> None:
+    require_positive(settings, "limit", "max_new_tokens", "batch_size")
+    prompts = read_prompts(settings.prompts, settings.limit)
+    points = grid(settings)
+    if not points:
+        raise UserError("there are no settings to sweep: every option needs at least one value")
+    decoder = Decoder.load(settings.target, predictor=settings.predictor)
+    for point in points:  # refuses what is missing before anything is written
+        decoder.program(point.method, point.spec, SamplingConfig())
+    for prompt in prompts:
+        decoder.check_fits(prompt.turns[0], settings.max_new_tokens, where=f"{settings.prompts}: {prompt.id}")
+    texts = [prompt.turns[0] for prompt in prompts]
+    common = identity(settings, decoder, prompts)
     with reported_as_user_error(f"{settings.out}: cannot be written", OSError):
         settings.out.mkdir(parents=True, exist_ok=True)
         file = settings.out / "sweep.jsonl"

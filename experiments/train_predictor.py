@@ -6,8 +6,11 @@ Writes the trained backbone, the token table and the frequency prior, with their
 that of the previous token's experts. An interrupted training resumes exactly where its last checkpoint was.
 """
 
-from dataclasses import dataclass
+import json
+import shutil
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,6 +37,8 @@ from ecospec_jax.predictor_checkpoint import save_predictors
 from ecospec_jax.training.predictor import Trainer, batches, optimiser, pack, top_k_overlap
 from ecospec_jax.training.tables import best_experts, expert_counts, layer_prior, token_scores
 from ecospec_jax.training.traces import Trace, read_manifest, read_traces, split_by_prompt
+from experiments.options import require_positive
+from experiments.tables import write_text
 
 
 @dataclass(frozen=True)
@@ -105,13 +110,13 @@ def load_traces(settings: Settings, decoder: Decoder) -> tuple[list[Trace], list
 def train_backbone(
     settings: Settings, decoder: Decoder, train: list[Trace], held_out: list[Trace], console: Console
 ) -> BackbonePredictor:
-    """Trains with checkpoints beside the output folder; they are removed by the caller once all is written."""
+    """Trains with checkpoints in `training_folder`, from the last one there on."""
     model = BackbonePredictor(settings.backbone(decoder), dtype=jnp.dtype("float32"), rngs=nnx.Rngs(settings.seed))
     model.embedding.weight.set_value(decoder.target.embedding.weight.get_value().astype(jnp.float32))
     transformation = optimiser(settings.learning_rate, settings.steps, settings.warmup, settings.weight_decay)
     trainer = Trainer(model, transformation)
     options = ocp.CheckpointManagerOptions(max_to_keep=2)
-    folder = checkpoint_folder(settings)
+    folder = training_folder(settings) / "checkpoints"
     with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
         done = manager.latest_step() or 0
         if done:
@@ -133,8 +138,27 @@ def train_backbone(
     return trainer.model
 
 
-def checkpoint_folder(settings: Settings) -> Path:
+def training_folder(settings: Settings) -> Path:
+    """Where an unfinished training is kept; removed once the predictors are written."""
     return settings.out.with_name(f"{settings.out.name}.training")
+
+
+def open_training(settings: Settings, decoder: Decoder) -> None:
+    """Begins a training folder, or checks that the one there belongs to a training with these settings and traces."""
+    traces = {shard.file: shard.sha256 for shard in read_manifest(settings.traces).shards}
+    free = ("target", "traces", "out", "checkpoint_every")
+    options = {name: value for name, value in asdict(settings).items() if name not in free}
+    recipe: dict[str, Any] = {"target_hash": decoder.target_hash, "traces": traces, "settings": options}
+    file = training_folder(settings) / "recipe.json"
+    with reported_as_user_error(f"{file}: cannot be used", OSError, ValueError):
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_text(file, json.dumps(recipe))
+        elif json.loads(file.read_text()) != recipe:
+            raise UserError(
+                f"{file.parent}: holds an unfinished training with other settings, traces or target; "
+                "continue that one, or remove the folder"
+            )
 
 
 def chosen(trace: Trace, routing: RoutingShape) -> np.ndarray:
@@ -164,8 +188,18 @@ def previous_overlap(traces: list[Trace], routing: RoutingShape) -> tuple[float,
     return tuple((hits / (tokens * routing.k)).tolist())
 
 
+def check(settings: Settings) -> None:
+    """Refuses impossible settings before anything is written."""
+    require_positive(settings, "width", "depth", "heads", "steps", "batch_size", "length", "checkpoint_every")
+    if settings.width % (2 * settings.heads):
+        raise UserError(f"--width {settings.width} is not a multiple of twice --heads {settings.heads}")
+    if not 0 <= settings.warmup < settings.steps:
+        raise UserError(f"--warmup {settings.warmup} is not in 0..{settings.steps - 1}, the steps before the last")
+
+
 def run(settings: Settings) -> None:
     console = Console()
+    check(settings)
     if settings.out.exists():
         raise UserError(f"{settings.out}: already exists; remove it or choose another name")
     decoder = Decoder.load(settings.target)
@@ -179,6 +213,7 @@ def run(settings: Settings) -> None:
     table, frequency = TokenTable(TokenTableConfig(vocabulary, routing)), Frequency(FrequencyConfig(routing))
     table.bits_VLW.set_value(expert_bits.from_ids(jnp.asarray(table_VLK), routing.experts))
     frequency.bits_LW.set_value(expert_bits.from_ids(jnp.asarray(frequency_LK), routing.experts))
+    open_training(settings, decoder)
     backbone = train_backbone(settings, decoder, train, held_out, console)
 
     overlap = {
@@ -207,6 +242,7 @@ def run(settings: Settings) -> None:
         recipe=recipe,
         dtype=jnp.dtype("bfloat16"),
     )
+    shutil.rmtree(training_folder(settings))
     report(overlap, console)
     console.print(f"written to {settings.out}")
 

@@ -86,7 +86,7 @@ def test_one_compilation_for_all_prompts_of_a_bucket() -> None:
     """Of different lengths, limits and seeds, streamed or not, ended on the host by stop strings, in padded batches."""
     decoder = Decoder(tiny.make_target(), tiny.make_drafter(), eos_ids=(1,), tokenizer=tiny.ByteTokenizer())  # pyright: ignore[reportArgumentType]
     sampling = SamplingConfig(temperature=1.0)
-    program = decoder.program("likelihood", SpecConfig(), sampling)
+    program, _ = decoder.program("likelihood", SpecConfig(), sampling)
     prompts = [tiny.prompt(length, seed=length) for length in (9, 14, 20, 27, 32)]  # with 20 more: 64 slots
 
     def compilations() -> tuple[int, int]:
@@ -100,7 +100,7 @@ def test_one_compilation_for_all_prompts_of_a_bucket() -> None:
         for _ in decoder.stream(prompt, sampling=sampling, max_new_tokens=20, stop=["o"]):
             pass
     assert compilations() == (1, 1)
-    assert decoder.program("likelihood", SpecConfig(), sampling) is program
+    assert decoder.program("likelihood", SpecConfig(), sampling)[0] is program
 
     # Another batch size is another compilation, one for full and padded batches; ends on the host leave it at that.
     answers = decoder.generate(

@@ -15,11 +15,12 @@ from flax import nnx
 
 from ecospec_jax import Decoder
 from ecospec_jax.checkpoint import MANIFEST, parameters
-from ecospec_jax.config import FrequencyConfig, TokenTableConfig
+from ecospec_jax.config import FrequencyConfig, SamplingConfig, SpecConfig, TokenTableConfig
 from ecospec_jax.errors import UserError
 from ecospec_jax.models.predictor import BackbonePredictor
 from ecospec_jax.predictor_checkpoint import load_predictors, save_predictors
 from tests import tiny_predictors
+from tests.parity.compare import causal_rows
 from tests.tiny import quick_compilation
 from tests.tiny_predictors import PREDICTOR, ROUTING, TARGET, make_target, random_ids, write_converted
 
@@ -128,15 +129,21 @@ REFUSED = {
     "experts": (change_routing("token_table", experts=36), "predictor 'token_table' predicts .*experts=36"),
     "experts per token": (change_routing("frequency", k=2), "predictor 'frequency' predicts .*k=2"),
     "vocabulary": (change_config("token_table", vocab_size=30), "predictor 'token_table' has a vocabulary of 30"),
-    "backbone's vocabulary": (change_config("backbone", vocab_size=28), "'backbone' has a vocabulary of 28, the target"),
+    "backbone's vocabulary": (
+        change_config("backbone", vocab_size=28),
+        "'backbone' has a vocabulary of 28, the target",
+    ),
     "target": (lambda m: m.update(target_hash="cd" * 32), "made for another target \\(hash cdcdcdcdcdcd\\)"),
     "format": (lambda m: m.update(format=2), "format 2 is not 1"),
     "family": (change_config("frequency", family="sun"), "predictors.frequency"),
     "width": (change_backbone(hidden_size=11), "piece 'backbone/top': tensor .* has shape .*; the config asks for"),
     "depth": (change_backbone(num_layers=3), "piece.* disagree on"),
     "impossible heads": (change_backbone(num_kv_heads=2), "num_heads must be a multiple of num_kv_heads"),
-    "a piece too few": (lambda m: m["pieces"].pop("token_table/top"), "pieces and config disagree on 'token_table/top'"),
-    "unknown key": (lambda m: m.update(more=1), ""),
+    "a piece too few": (
+        lambda m: m["pieces"].pop("token_table/top"),
+        "pieces and config disagree on 'token_table/top'",
+    ),
+    "a missing key": (lambda m: m.pop("recipe"), "recipe: "),
 }
 
 
@@ -193,7 +200,7 @@ def test_decoder_loads_predictors_of_its_target(tmp_path) -> None:
     decoder = Decoder.load(converted, predictor=own)
     assert decoder.target_hash == target_hash
     for method in ("ecospec", "ecospec-table", "ecospec-frequency"):
-        assert decoder.program(method, tiny_predictors.SpecConfig(), tiny_predictors.SamplingConfig())
+        assert decoder.program(method, SpecConfig(), SamplingConfig())
     with pytest.raises(UserError, match=f"^{other / MANIFEST}: the predictors were made for another target"):
         Decoder.load(converted, predictor=other)
     with pytest.raises(UserError, match=f"^{tmp_path / 'none' / MANIFEST}: cannot be read"):
@@ -203,7 +210,7 @@ def test_decoder_loads_predictors_of_its_target(tmp_path) -> None:
 def test_loaded_predictor_predicts_the_same(pristine) -> None:
     backbone = load(pristine)["backbone"]
     assert isinstance(backbone, BackbonePredictor)
-    rows = tiny_predictors.decoding._sequence_rows(jnp.arange(8)[None], jnp.array([8]))
+    rows = causal_rows(np.arange(8)[None])
     call = nnx.jit(lambda model, rows: model.logits(rows, model.empty_cache(1, 8))[0])
     expected = call(models()["backbone"][1], rows)
     np.testing.assert_array_equal(jax.device_get(call(backbone, rows)), expected)

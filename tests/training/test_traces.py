@@ -150,7 +150,9 @@ def test_an_unreadable_manifest_is_named(folder) -> None:
 )
 def test_split_shares_no_prompt(prompts: list[str], held_out: float, seed: int) -> None:
     """Each trace on one side, in order; the asked share of prompts held out; the same split every time."""
-    traces = [Trace(prompt, i, np.zeros(1, np.int32), np.zeros((1, 3, 2), np.uint16)) for i, prompt in enumerate(prompts)]
+    traces = [
+        Trace(prompt, i, np.zeros(1, np.int32), np.zeros((1, 3, 2), np.uint16)) for i, prompt in enumerate(prompts)
+    ]
     train, apart = split_by_prompt(traces, held_out, seed)
     assert not {t.prompt for t in train} & {t.prompt for t in apart}
     for side in (train, apart):
