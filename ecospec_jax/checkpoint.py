@@ -197,10 +197,23 @@ def load_drafter(
     """Restores the drafter, if there is one; an embedding or head it does not own is the target's array itself."""
     if manifest.drafter is None:
         return None
+    _check_drafter(f"{folder / MANIFEST}: drafter", manifest.drafter, target.config)
     module, stored = stored_parameters(manifest.drafter, dtype)
     restore(folder, manifest.pieces, "drafter", stored, placement)
     borrow(module, manifest.drafter, target)
     return module
+
+
+def _check_drafter(where: str, drafter: DrafterConfig, target: ModelConfig) -> None:
+    """Checks that a drafter, perhaps from another folder, fits the target."""
+    for name, mine, theirs in (
+        ("vocabulary", drafter.vocab_size, target.vocab_size),
+        ("target hidden size", drafter.target_hidden_size, target.hidden_size),
+    ):
+        if mine != theirs:
+            raise UserError(f"{where}: {name} is {mine}, but the target's is {theirs}")
+    if max(drafter.boundaries) > target.num_layers:
+        raise UserError(f"{where}: boundary {max(drafter.boundaries)} is past the target's {target.num_layers} layers")
 
 
 def _checkpointer() -> ocp.Checkpointer:

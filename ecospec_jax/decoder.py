@@ -112,6 +112,8 @@ class Decoder:
         head_folder = folder if drafter is None else Path(drafter)
         head_manifest = manifest if drafter is None else read_manifest(head_folder)
         head = load_drafter(head_folder, head_manifest, compute, target, placement)
+        if drafter is not None and head is None:
+            raise UserError(f"{drafter}: was converted without a drafter")
         return Decoder(
             target,
             head,
@@ -166,7 +168,8 @@ class Decoder:
             sampling: temperature 0 is greedy.
             seed: one seed, combined with each prompt's index; or one seed a prompt, used as it is.
             max_new_tokens: most tokens to generate for each prompt.
-            stop: strings that end an answer; the text is cut before them.
+            stop: strings that end an answer; the text is cut before them. They are looked for every few steps, and the
+                figures count the tokens that were decoded behind them.
             ignore_eos: go on after an end-of-sequence token.
             batch_size: prompts decoded together. The tokens do not depend on it.
             capacity: least number of cache slots; calls that ask for the same share one compilation.
@@ -291,6 +294,8 @@ class Decoder:
             if self.tokenizer is None:
                 raise UserError("a text prompt needs a tokenizer; this model was converted without one")
             ids = self.tokenizer.encode_chat(messages)
+            if not ids:
+                raise UserError("a prompt has no tokens")
         else:
             ids = [int(token) for token in prompt if not isinstance(token, Mapping)]
         vocabulary = self.target.config.vocab_size

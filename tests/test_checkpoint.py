@@ -96,6 +96,23 @@ def test_placement_on_two_devices(pristine):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"vocab_size": 71}, "vocabulary is 67, but the target's is 71"),
+        ({"hidden_size": 26}, "target hidden size is 24, but the target's is 26"),
+        ({"num_hidden_layers": 4}, "boundary 5 is past the target's 4 layers"),
+    ],
+)
+def test_a_drafter_of_another_target_is_refused(pristine, tmp_path, change, complaint):
+    write_target(tmp_path / "target", **change)
+    convert(tmp_path / "target", tmp_path / "converted")
+    target = load_target(tmp_path / "converted", read_manifest(tmp_path / "converted"), F32)
+    with pytest.raises(UserError, match=complaint) as caught:
+        load_drafter(pristine, read_manifest(pristine), F32, target)
+    assert str(pristine) in str(caught.value)
+
+
 def test_without_drafter(tmp_path):
     write_target(tmp_path / "target", num_hidden_layers=1)
     convert(tmp_path / "target", tmp_path / "out")

@@ -30,7 +30,7 @@ __all__ = ["quick_compilation"]
 TRACED = replace(TARGET, num_layers=3, dense_layers=(1,))
 ROUTING = RoutingShape.of(TRACED)
 PROMPTS = [
-    {"id": f"p{i}", "turns": [text, "ignored"]} for i, text in enumerate(("abc", "x", "hello", "no", "cab", "z"))
+    {"id": f"p{i}", "turns": [text, "ignored"]} for i, text in enumerate(("abc", "x", "hello", "no", "cab", "w"))
 ]
 NEW_TOKENS = 9
 
@@ -195,12 +195,16 @@ def test_traces_of_another_recipe_or_target_are_not_continued(world: World, coll
         ({"shard_prompts": 0}, "--shard-prompts must be at least 1"),
         ({"max_new_tokens": 0}, "--max-new-tokens must be at least 1"),
         ({"limit": 0}, "--limit must be at least 1"),
+        ({"prompts": Path("zebra")}, "a prompt has no tokens"),
         ({"max_new_tokens": 95}, "prompts.jsonl: p0: 3 prompt tokens and 95 new ones exceed"),
     ],
     ids=str,
 )
 def test_bad_input_of_a_collection(world: World, tmp_path, capsys, changes: dict, message: str) -> None:
     out = tmp_path / "traces"
+    if changes == {"prompts": Path("zebra")}:  # only letters that the tokenizer does not know
+        changes = {"prompts": tmp_path / "prompts.jsonl"}
+        changes["prompts"].write_text(json.dumps({"id": "z", "turns": ["zz"]}))
     assert message in complaint(lambda: collect_traces.run(world.collect(out, **changes)), capsys)
     assert not out.exists()
 
