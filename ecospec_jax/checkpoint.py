@@ -123,12 +123,12 @@ def read_manifest(folder: Path) -> Manifest:
     file = folder / MANIFEST
     if not file.is_file():
         raise UserError(f"{folder}: no {MANIFEST}, so no finished conversion; write one with 'python -m convert'")
-    with reported_as_user_error(str(file), OSError, ValueError, UserError):
+    with reported_as_user_error(str(file), OSError, ValueError):
         values = json.loads(file.read_text())
-        version = values.get("format") if isinstance(values, dict) else None
-        if version != FORMAT:
-            raise UserError(f"format {version} is not {FORMAT}; convert the checkpoint again")
-        return from_json(Manifest, values, "invalid")
+    version = values.get("format") if isinstance(values, dict) else None
+    if version != FORMAT:
+        raise UserError(f"{file}: format {version} is not {FORMAT}; convert the checkpoint again")
+    return from_json(Manifest, values, str(file))
 
 
 def parameters(module: Any) -> dict[str, nnx.Variable]:
