@@ -16,8 +16,10 @@ from ecospec_jax.config import SpecConfig
 from ecospec_jax.errors import UserError
 from ecospec_jax.selection import ExpertForecast, cost_aware, new_experts, path_sets
 from ecospec_jax.tree import ROOT, CandidateTree, build_tree
+from tests.tiny import quick_compilation
 from tests.tiny_predictors import sets_of
 
+__all__ = ["quick_compilation"]
 BATCH, NODES, LAYERS, EXPERTS, K = 3, 10, 2, 40, 3
 Experts = frozenset[tuple[int, int]]
 TINY = float(np.finfo(np.float32).tiny)
@@ -214,7 +216,7 @@ def test_root_experts_are_not_new_when_the_buffer_holds_them() -> None:
 
 
 def test_shared_buffer_lets_one_sequence_pay_for_another() -> None:
-    """The first sequence's best node comes first in the batch; then the second one's node of the same experts is free."""
+    """The first sequence's best node comes first in the batch; then the second's node of the same experts is free."""
     first = chain_free(np.stack([experts(1, 2, 3)]), [-0.1])
     second = chain_free(np.stack([experts(4, 5, 6), experts(1, 2, 3)]), [-0.5, -2.0])
     spec = SpecConfig(budget=1, eps=0.25)

@@ -1,4 +1,4 @@
-"""Decoding with expert predictors: the same tokens whatever they say, their caches, what is counted, label alignment."""
+"""Decoding with expert predictors: the same tokens whatever they say, their caches, counters, label alignment."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -21,8 +21,9 @@ from ecospec_jax.training.tables import best_experts, expert_counts, token_score
 from ecospec_jax.training.traces import Trace
 from ecospec_jax.tree import CandidateTree, Selection
 from tests import tiny, tiny_predictors
-from tests.tiny import CAPACITY, PROMPTS, SAMPLINGS, quick_compilation
+from tests.tiny import PROMPTS, SAMPLINGS, quick_compilation
 from tests.tiny_predictors import (
+    LONGEST,
     NEW_TOKENS,
     PREDICTOR,
     ROUTING,
@@ -229,7 +230,7 @@ def test_after_each_step(speaker: str) -> None:
         length = np.asarray(state.length_B)
         emitted += (length - before)[~finished].tolist()
         committed = [row[:n].tolist() for row, n in zip(np.asarray(state.tokens_BS), length, strict=True)]
-        fresh = prefilled(plan, weights, committed, limits=[CAPACITY] * 3)
+        fresh = prefilled(plan, weights, committed, limits=[2 * LONGEST] * 3)
         assert_caches_equal(state.predictor_cache, fresh.predictor_cache, length)
         assert_caches_equal(state.target_cache, fresh.target_cache, length)
         # A fresh prefill also knows the experts of the last token, and the next step predicts the same after it.

@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ecospec_jax import expert_bits
+from tests.tiny import quick_compilation
 from tests.tiny_predictors import sets_of
 
+__all__ = ["quick_compilation"]
 EXPERTS = [1, 7, 31, 32, 33, 64, 70, 128]
 SHAPE = (3, 2, 5)  # rows, layers, ids of each
 from_ids = jax.jit(expert_bits.from_ids, static_argnums=1)

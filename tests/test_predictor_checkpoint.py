@@ -77,7 +77,7 @@ def test_round_trip(pristine) -> None:
 
 
 def test_dtypes(tmp_path) -> None:
-    """Floating-point parameters are stored in the asked dtype and loaded in the compute dtype; bit words are never cast."""
+    """Weights are stored in the asked dtype and loaded in the compute dtype; bit words are never cast."""
     folder = save(tmp_path / "bf16", BF16)
     exact = parameters(models()["backbone"][1])
     for dtype in (F32, BF16):

@@ -48,7 +48,7 @@ from ecospec_jax.selection import ExpertForecast, Policy, cost_aware, likelihood
 from ecospec_jax.tree import CandidateTree, Selection
 from ecospec_jax.verification import sequence_keys
 from tests import tiny
-from tests.tiny import CAPACITY, PROMPTS, Script
+from tests.tiny import BUCKET, PROMPTS, Script
 
 TARGET = replace(tiny.TARGET, num_experts=37)
 ROUTING = RoutingShape.of(TARGET)
@@ -64,6 +64,7 @@ BACKBONE = BackboneConfig(
 )
 PREDICTOR = BackbonePredictorConfig(TARGET.vocab_size, TARGET.hidden_size, BACKBONE, ROUTING)
 NEW_TOKENS = 20
+LONGEST = 12 + NEW_TOKENS  # of `PROMPTS` and their answers
 PLAIN = SpecConfig(depth=1, branch=1, budget=0)
 
 
@@ -168,16 +169,18 @@ def prefilled(
     limits: Sequence[int] | None = None,
     seed: int = 5,
 ) -> DecodeState:
-    """The state after prefill."""
+    """The state after prefill, with no cache slot to spare."""
     batch = len(sequences)
-    tokens = np.zeros((batch, tiny.BUCKET), np.int32)
+    tokens = np.zeros((batch, BUCKET), np.int32)
     for row, sequence in zip(tokens, sequences, strict=True):
         row[: len(sequence)] = sequence
     lengths = np.array([len(sequence) for sequence in sequences], np.int32)
     limits_B = lengths + NEW_TOKENS if limits is None else np.asarray(limits, np.int32)
     keys_B = sequence_keys(jnp.full(batch, seed), jnp.arange(batch))
+    assert max(map(len, PROMPTS)) + NEW_TOKENS == LONGEST <= BUCKET
+    capacity = LONGEST + plan.scratch_slots()
     return _prefill(
-        plan, weights, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(limits_B), keys_B, capacity=CAPACITY
+        plan, weights, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(limits_B), keys_B, capacity=capacity
     )
 
 

@@ -131,7 +131,7 @@ def test_overlap_counts_sets() -> None:
 def test_learns_a_router_it_can_represent() -> None:
     """From a tenth to over 99 % of held-out experts; every parameter moves but the target's embedding.
 
-    Decoding with it predicts the live routing too, at positions beyond those of training: labels are aligned throughout.
+    Decoding with it predicts the live routing too, at positions beyond those of training: labels are aligned.
     """
     train, held_out = token_routed_traces()
     trainer = make_trainer()
