@@ -82,6 +82,7 @@ def test_a_step_copies_no_expert_weights_and_no_cache(method: str) -> None:
     assert memory.output_size_in_bytes - memory.alias_size_in_bytes < 1e5
 
 
+@tiny.compiling_quickly()
 def test_one_compilation_for_all_prompts_of_a_bucket() -> None:
     """Of different lengths, limits and seeds, streamed or not, ended on the host by stop strings, in padded batches."""
     decoder = Decoder(tiny.make_target(), tiny.make_drafter(), eos_ids=(1,), tokenizer=tiny.ByteTokenizer())  # pyright: ignore[reportArgumentType]

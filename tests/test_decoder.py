@@ -162,7 +162,7 @@ def test_a_prompt_may_fill_the_context() -> None:
     """Prompt and new tokens together."""
     context = tiny.TARGET.max_positions
     long = tiny.prompt(context - 1, seed=0)
-    (answer,) = generate(prompts=[long], max_new_tokens=1).generations
+    (answer,) = generate(prompts=[long], max_new_tokens=1, method="ar").generations
     assert len(answer.tokens) == 1
 
 

@@ -343,7 +343,8 @@ def test_dead_rows_change_nothing() -> None:
     assert state.finished_B.tolist() == [False, True, False]
     distinct_L, live_rows, steps = np.zeros(MANY_EXPERTS.num_layers, int), 0, 0
     while not state.finished_B.all():
-        verified = observe(weights, state).verified
+        seen = observe(weights, state)
+        verified = seen.verified
         live_BR, words_BRLW = np.asarray(verified.tree.rows.live_BR), np.asarray(verified.experts_BRLW)
         used_BRLE = np.unpackbits(words_BRLW.view(np.uint8), axis=-1, bitorder="little").astype(bool)
         np.testing.assert_array_equal(live_BR.sum(axis=1), np.where(state.finished_B, 0, 6 - np.array(UNUSED_SLOTS)))
@@ -352,7 +353,7 @@ def test_dead_rows_change_nothing() -> None:
         used_LE |= step_LE
         distinct_L += step_LE.sum(axis=1)
         live_rows, steps = live_rows + live_BR.sum(), steps + 1
-        state = program.decode_steps(weights, state, jnp.int32(1))
+        state = seen.after
     np.testing.assert_array_equal(state.counters.use.distinct_L, distinct_L)
     assert int(state.counters.live_rows) == live_rows and int(state.counters.verifications) == steps
 
@@ -362,7 +363,9 @@ def test_dead_rows_change_nothing() -> None:
         for weight in (layer.moe.experts.gate, layer.moe.experts.up, layer.moe.experts.down):
             weight.set_value(jnp.where(used_E[:, None, None], weight[...], jnp.nan))
     weights = Weights(nnx.state(poisoned), weights.drafter)
-    again = program.decode_steps(weights, tiny.prefilled(program, weights, limits=limits), jnp.int32(100))
+    again = tiny.prefilled(program, weights, limits=limits)
+    for _ in range(steps):
+        again = observe(weights, again).after
     np.testing.assert_array_equal(again.tokens_BS, state.tokens_BS)
     np.testing.assert_array_equal(again.counters.use.distinct_L, distinct_L)
     np.testing.assert_array_equal(again.counters.emitted_BP, state.counters.emitted_BP)

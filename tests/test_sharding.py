@@ -60,8 +60,8 @@ def test_two_devices_give_the_same_tokens() -> None:
     assert done.stdout.split() == ["equal"]
 
 
+@tiny.compiling_quickly()
 def decode_on_two_devices() -> None:
-    jax.config.update("jax_disable_most_optimizations", True)
     placement = Placement.create("tp", 2)
     assert placement.sharding(("vocab", "embed"), (30, 12)).spec == PartitionSpec("model", None)
     assert placement.sharding(("vocab", "embed"), (29, 12)).spec == PartitionSpec(None, None)  # does not divide

@@ -4,6 +4,7 @@ All dimensions are unequal, weights come from numpy (nothing is compiled to make
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -66,13 +67,22 @@ PLAIN = SpecConfig(depth=1, branch=1, budget=0)
 SCRIPT_WIDTH = 4
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    """Compiles in half the time and runs a little slower; a test file that imports this has it on throughout."""
+@contextmanager
+def compiling_quickly() -> Iterator[None]:
+    """Compiles in half the time and runs a little slower; results are the same up to rounding."""
     before = jax.config.values["jax_disable_most_optimizations"]
     jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation() -> Iterator[None]:
+    """`compiling_quickly` throughout a test file that imports this."""
+    with compiling_quickly():
+        yield
 
 
 def randomised(build: Callable[[], Any], seed: int) -> Any:
