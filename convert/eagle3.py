@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in all published dialects (FORMATS.md C.2, C.3): SafeAILab, SpecForge, NVIDIA modelopt, speculators.
+"""EAGLE-3 heads in all published dialects (docs/formats.md C): SafeAILab, SpecForge, NVIDIA modelopt, speculators.
 
 They differ in tensor prefixes, in where the config states things, and in what a list of auxiliary layers means.
 """
@@ -141,7 +141,7 @@ def _refuse_other_architectures(
 def _boundaries(
     source: HFConfig, eagle: HFConfig, fc: Tensor, target: ModelConfig, aux_offset: AuxOffset
 ) -> tuple[int, ...]:
-    """Boundaries of the target's residual stream (FORMATS.md section 0).
+    """Boundaries of the target's residual stream (docs/formats.md section 0).
 
     A list in `eagle_config` counts layer outputs, so the boundary is one more; one at the top level counts boundaries.
     """

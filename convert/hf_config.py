@@ -1,6 +1,6 @@
 """Reads a Hugging Face `config.json`; every refusal names the file and the key.
 
-Two spellings are in use: that of the files on the Hub, and that of transformers 5 (FORMATS.md A.0).
+Two spellings are in use: that of the files on the Hub, and that of transformers 5 (docs/formats.md A.0).
 """
 
 import json

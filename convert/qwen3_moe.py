@@ -1,4 +1,4 @@
-"""Hugging Face `qwen3_moe` (FORMATS.md A.1)."""
+"""Hugging Face `qwen3_moe` (docs/formats.md A.1)."""
 
 import re
 

@@ -39,7 +39,7 @@ def _require(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding, half-split layout; scaling as in Hugging Face `rope_scaling` (FORMATS.md A.4).
+    """Rotary position embedding, half-split layout; scaling as in Hugging Face `rope_scaling` (docs/formats.md A.4).
 
     Attributes:
         theta: base of the geometric frequencies.
@@ -73,7 +73,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class Qwen3MoeConfig:
-    """Qwen3-MoE target (FORMATS.md A.1). Layers listed in `dense_layers` have one MLP in place of experts."""
+    """Qwen3-MoE target (docs/formats.md A.1). Layers listed in `dense_layers` have one MLP in place of experts."""
 
     vocab_size: int
     hidden_size: int
@@ -118,7 +118,7 @@ ModelConfig = Qwen3MoeConfig
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """EAGLE-3 drafter head (FORMATS.md C).
+    """EAGLE-3 drafter head (docs/formats.md C).
 
     Attributes:
         target_hidden_size: width of the target's residual stream.
@@ -192,7 +192,7 @@ class RoutingShape:
 
 @dataclass(frozen=True)
 class BackboneConfig:
-    """Dense Qwen3 transformer (FORMATS.md A.5), without embedding and head."""
+    """Dense Qwen3 transformer (docs/formats.md A.5), without embedding and head."""
 
     hidden_size: int
     num_layers: int
@@ -251,7 +251,7 @@ PredictorConfig = BackbonePredictorConfig | TokenTableConfig | FrequencyConfig
 
 @dataclass(frozen=True)
 class SpecConfig:
-    """Size of the candidate tree and of the verify tree (DESIGN.md section 2).
+    """Size of the candidate tree and of the verify tree (docs/design.md section 2).
 
     Attributes:
         depth: token levels D of the candidate tree.

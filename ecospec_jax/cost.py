@@ -1,4 +1,4 @@
-"""What a step reads, in bytes, from the configuration alone (DESIGN.md section 4)."""
+"""What a step reads, in bytes, from the configuration alone (docs/design.md section 4)."""
 
 from dataclasses import dataclass
 

@@ -47,7 +47,7 @@ def get_preset(name: str) -> ModelConfig:
 
 
 def eagle3_for(target: ModelConfig) -> Eagle3Config:
-    """An EAGLE-3 head of the published proportions: three boundaries, MLP six times as wide (FORMATS.md C.1)."""
+    """An EAGLE-3 head of the published proportions: three boundaries, MLP six times as wide (docs/formats.md C.1)."""
     layers = target.num_layers
     return Eagle3Config(
         hidden_size=target.hidden_size,

@@ -1,7 +1,7 @@
 """Policies: which candidate nodes are verified. Arrays in, indices and counts out; knows nothing of models.
 
 A policy must return a prefix-closed set of at most `budget` nodes and must not depend on the randomness of
-verification; then any policy leaves the output distribution unchanged (DESIGN.md section 3).
+verification; then any policy leaves the output distribution unchanged (docs/design.md section 3).
 """
 
 from collections.abc import Callable

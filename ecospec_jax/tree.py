@@ -1,8 +1,8 @@
 """Candidate tree: how a drafter's proposals become nodes, and how chosen nodes become rows of one verification.
 
-Pool order (FORMATS.md C.6, re-derived): level 1 holds the root's k likeliest tokens; each further level expands the k
-best nodes of the level before and records all k*k children. Parents precede children, so an ascending list of nodes
-is in topological order.
+Pool order (docs/formats.md C.6): level 1 holds the root's k likeliest tokens; each further level expands the k best
+nodes of the level before and records all k*k children. Parents precede children, so an ascending list of nodes is in
+topological order.
 """
 
 from dataclasses import dataclass

@@ -11,7 +11,7 @@ from ecospec_jax.presets import PRESETS
 
 
 def test_published_figures_of_qwen3_235b() -> None:
-    """DESIGN.md section 4: bf16; the paper's bytes per verification at its two U."""
+    """docs/design.md section 4: bf16; the paper's bytes per verification at its two U."""
     model = byte_model(PRESETS["qwen3-235b-a22b"], 2)
     assert model.per_expert == 3 * 1536 * 4096 * 2 == pytest.approx(37.7e6, rel=2e-3)
     assert model.fixed == pytest.approx(14.7e9, rel=5e-3)

@@ -1,4 +1,4 @@
-"""Cost-aware selection against sets in plain Python, and what must hold for any tree (FORMATS.md F.21)."""
+"""Cost-aware selection against sets in plain Python, and what must hold for any tree (docs/formats.md F.21)."""
 
 import itertools
 from dataclasses import dataclass, replace
@@ -99,7 +99,7 @@ def select(sequences: list[Sequence], spec: SpecConfig) -> list[list[int]]:
 
 
 def brute_force(sequences: list[Sequence], spec: SpecConfig) -> list[list[int]]:
-    """The rule of DESIGN.md section 3 with Python sets; knows nothing of parents but paths.
+    """The rule of docs/design.md section 3 with Python sets; knows nothing of parents but paths.
 
     Scores are float32 in the order of operations that the formula names, so that equal scores are equal here too.
     """

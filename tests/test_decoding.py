@@ -176,7 +176,7 @@ def test_seeds_tell_sequences_apart() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Caches (FORMATS.md F.20, F.23)
+# Caches (docs/formats.md F.20, F.23)
 
 
 def assert_caches_equal(ours: KVCache, reference: KVCache, lengths: np.ndarray) -> None:
@@ -256,7 +256,7 @@ def test_no_step_runs_once_all_are_finished() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where answers end (FORMATS.md F.24)
+# Where answers end (docs/formats.md F.24)
 
 
 def chains(sampling: SamplingConfig) -> Script:
@@ -308,7 +308,7 @@ def test_tau_counts_emitted_tokens_per_pass_without_the_prefills() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Dead rows (FORMATS.md F.29)
+# Dead rows (docs/formats.md F.29)
 
 
 UNUSED_SLOTS = (1, 0, 3)

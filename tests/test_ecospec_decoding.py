@@ -322,7 +322,7 @@ def test_finished_sequences_change_nothing_for_live_ones(speaker: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Label alignment (FORMATS.md F.30)
+# Label alignment (docs/formats.md F.30)
 
 
 def test_labels_are_those_of_the_token_itself() -> None:

@@ -1,4 +1,4 @@
-"""EAGLE-3 drafter: one decoder layer over fused target features and token embeddings (FORMATS.md C)."""
+"""EAGLE-3 drafter: one decoder layer over fused target features and token embeddings (docs/formats.md C)."""
 
 import jax
 import jax.numpy as jnp

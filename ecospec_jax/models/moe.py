@@ -11,7 +11,7 @@ from ecospec_jax.models.layers import Linear, parameter
 
 
 class SoftmaxRouter(nnx.Module):
-    """Qwen3-MoE router: softmax over all experts in float32, then top-k, optionally renormalised (FORMATS.md A.1)."""
+    """Qwen3-MoE router: softmax over all experts in float32, top-k, optionally renormalised (docs/formats.md A.1)."""
 
     def __init__(
         self, hidden_size: int, num_experts: int, k: int, *, normalise: bool, dtype: jnp.dtype, rngs: nnx.Rngs

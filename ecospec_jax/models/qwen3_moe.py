@@ -1,4 +1,4 @@
-"""Qwen3-MoE target (FORMATS.md A.1; transformers `Qwen3MoeForCausalLM`)."""
+"""Qwen3-MoE target (docs/formats.md A.1; transformers `Qwen3MoeForCausalLM`)."""
 
 import jax.numpy as jnp
 from flax import nnx
@@ -68,7 +68,7 @@ class DecoderLayer(nnx.Module):
 
 
 class Qwen3Moe(nnx.Module):
-    """The whole target. Layers are unrolled: a scan would make XLA copy each layer's experts (DESIGN.md section 4)."""
+    """The whole target. Layers are unrolled: a scan would make XLA copy each layer's experts (docs/design.md 4)."""
 
     def __init__(self, config: Qwen3MoeConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         """Random weights from `rngs`; checkpoints replace them."""

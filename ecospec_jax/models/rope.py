@@ -1,4 +1,4 @@
-"""Rotary position embedding, half-split layout, with the published context extensions (FORMATS.md A.4)."""
+"""Rotary position embedding, half-split layout, with the published context extensions (docs/formats.md A.4)."""
 
 import math
 

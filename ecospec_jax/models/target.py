@@ -20,7 +20,7 @@ class TargetOutput:
     Attributes:
         hidden_BRD: after the final norm; `Target.logits` turns it into logits where they are wanted.
         features_BRF: the residual stream at the asked boundaries, concatenated low to high. Boundary b is the stream
-            entering layer b; b = L is the stream after the last layer, before the final norm (FORMATS.md section 0).
+            entering layer b; b = L is the stream after the last layer, before the final norm (docs/formats.md 0).
         expert_ids_LBRK: experts chosen in each MoE layer; E for dead rows.
     """
 

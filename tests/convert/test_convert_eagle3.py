@@ -1,4 +1,4 @@
-"""Converted EAGLE-3 heads of every published dialect (FORMATS.md C.2, C.3)."""
+"""Converted EAGLE-3 heads of every published dialect (docs/formats.md C.2, C.3)."""
 
 import re
 

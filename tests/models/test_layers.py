@@ -67,7 +67,7 @@ def test_router_breaks_ties_to_the_lower_expert() -> None:
 
 
 def test_dead_rows_route_nowhere() -> None:
-    """F.29: id E, output zero; what they hold, and NaN in the experts that only they would choose, change no live row."""
+    """F.29: id E, output zero; what they hold, and NaN in experts that only they would choose, change no live row."""
     layer = MoELayer(
         SoftmaxRouter(HIDDEN, EXPERTS, K, normalise=True, dtype=F32, rngs=nnx.Rngs(0)),
         Experts(EXPERTS, HIDDEN, FFN, dtype=F32, rngs=nnx.Rngs(1)),

@@ -1,4 +1,4 @@
-"""Rotary embedding: golden values of FORMATS.md A.4, and transformers' own functions."""
+"""Rotary embedding: golden values of docs/formats.md A.4, and transformers' own functions."""
 
 import jax.numpy as jnp
 import numpy as np

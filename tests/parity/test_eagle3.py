@@ -1,4 +1,4 @@
-"""The EAGLE-3 drafter against an independent PyTorch formulation, and the traps of FORMATS.md F.16 to F.19."""
+"""The EAGLE-3 drafter against an independent PyTorch formulation, and the traps of docs/formats.md F.16 to F.19."""
 
 import dataclasses
 

@@ -122,7 +122,7 @@ def test_drafter(decoder: Decoder, published_drafter: TorchEagle3, clear) -> Non
 def test_drafter_agrees_with_the_target_at_its_own_boundaries_only(
     reference, decoder: Decoder, generated, published_drafter: TorchEagle3
 ) -> None:
-    """`eagle_config` lists 0, 1, 2 and means boundaries 1, 2, 3 (FORMATS.md C.2); read otherwise it drafts badly."""
+    """`eagle_config` lists 0, 1, 2 and means boundaries 1, 2, 3 (docs/formats.md C.2); else it drafts badly."""
     agreement = {}
     for boundaries in (decoder.drafter.boundaries, (0, 1, 2)):
         hits = []
