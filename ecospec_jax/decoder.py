@@ -311,6 +311,8 @@ class Decoder:
         chosen = get_method(method)
         if chosen.drafts and self.drafter is None:
             raise UserError(f"method '{chosen.name}' needs a drafter; this model was converted without one")
+        if chosen.drafts and self.drafter is not None and spec.branch > self.drafter.proposable:
+            raise UserError(f"branch {spec.branch} is more than the {self.drafter.proposable} tokens of the drafter")
         if chosen.predictor is not None and chosen.predictor not in self._predictors:
             known = ", ".join(self._predictors)
             raise UserError(f"method '{chosen.name}' needs the predictor '{chosen.predictor}'; loaded: {known}")

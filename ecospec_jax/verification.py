@@ -2,7 +2,8 @@
 
 Siblings in the tree are a deterministic function of the context, so the lossless rule is: draw y from the target's
 processed distribution at the node; if y is a child, descend, else emit y and stop (docs/formats.md C.7). Draws are
-keyed by (seed, sequence, absolute position), so plain and speculative decoding give the same tokens, not only the same law.
+keyed by (seed, sequence, absolute position), so plain and speculative decoding give the same tokens, not only the
+same law.
 """
 
 from dataclasses import dataclass

@@ -46,11 +46,11 @@ DRAFTER = Eagle3Config(
 )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("method", ["ar", "likelihood"])
-def test_a_step_copies_no_expert_weights_and_no_cache(method: str) -> None:
-    """In float32, the default on CPU; `kernels/grouped_experts/xla.py` says what XLA does there with bf16."""
-    target = nnx.eval_shape(lambda: Qwen3Moe(TARGET, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0)))
-    drafter = nnx.eval_shape(lambda: Eagle3(DRAFTER, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0)))
+def test_a_step_copies_no_expert_weights_and_no_cache(method: str, dtype: str) -> None:
+    target = nnx.eval_shape(lambda: Qwen3Moe(TARGET, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
+    drafter = nnx.eval_shape(lambda: Eagle3(DRAFTER, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
     (graph, target_state), (head_graph, head_state) = nnx.split(target), nnx.split(drafter)
     if method == "ar":
         plan = StepPlan(graph, None, likelihood, tiny.PLAIN, SamplingConfig(), (3,))
@@ -74,7 +74,9 @@ def test_a_step_copies_no_expert_weights_and_no_cache(method: str) -> None:
     experts_bytes = 3 * size(target.layers[0].moe.experts.gate.get_value())
     buffer_bytes, draft_buffer_bytes = size(state.target_cache.keys[0]), BATCH * 2 * CAPACITY * 40 * 4
     scores_bytes = BATCH * 4 * 5 * CAPACITY * 4  # all rows, heads and slots
-    few_bytes = 3 * scores_bytes
+    # XLA on CPU widens bf16 weights of dense layers ahead of the loop, once a use: few bytes, no experts among them
+    dense_bytes = 3.5e6 if dtype == "bfloat16" else 0
+    few_bytes = 3 * scores_bytes + dense_bytes
     assert few_bytes < 0.5 * min(experts_bytes, buffer_bytes)
     assert memory.temp_size_in_bytes < few_bytes
     # The caches are updated in place: what goes in is what comes out.

@@ -187,6 +187,7 @@ BAD = {
     ),
     "no new tokens": ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
     "batch size 0": ({"batch_size": 0}, "batch size must be at least 1, not 0"),
+    "more children than tokens": ({"spec": SpecConfig(branch=18)}, "branch 18 is more than the 17 tokens"),
     "text from a batch": ({"on_text": print, "batch_size": 2}, "on_text needs batch size 1"),
     "seed too large": ({"seed": 2**31}, "seed 2147483648 does not fit into 32 bits"),
     "too few seeds": ({"seed": [1, 2]}, "2 seeds for 1 prompts"),

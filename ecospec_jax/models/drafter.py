@@ -15,6 +15,11 @@ class Drafter(Protocol):
         """Which boundaries of the target's residual stream it wants as features."""
         ...
 
+    @property
+    def proposable(self) -> int:
+        """How many different tokens it can propose: the most children a node can have."""
+        ...
+
     def empty_cache(self, batch: int, capacity: int) -> KVCache:
         """A cache of `capacity` slots a sequence."""
         ...

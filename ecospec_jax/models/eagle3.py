@@ -54,6 +54,11 @@ class Eagle3(nnx.Module):
         """Boundaries of the target's residual stream whose states are this drafter's features."""
         return self.config.boundaries
 
+    @property
+    def proposable(self) -> int:
+        """Size of the draft vocabulary."""
+        return self.config.draft_vocab_size
+
     def empty_cache(self, batch: int, capacity: int) -> KVCache:
         """A cache of `capacity` slots a sequence."""
         config = self.config

@@ -126,10 +126,11 @@ class Attention(nnx.Module):
         batch, _, rows, _ = q.shape
         groups = self.num_heads // self.num_kv_heads
         q_BKGRH = q.reshape(batch, self.num_kv_heads, groups, rows, self.head_dim)
-        scores = jnp.einsum("bkgrh,bksh->bkgrs", q_BKGRH, keys.astype(q.dtype)).astype(jnp.float32)
+        # The rows are cast to the buffers' dtype, never a whole buffer to the rows'.
+        scores = jnp.einsum("bkgrh,bksh->bkgrs", q_BKGRH.astype(keys.dtype), keys).astype(jnp.float32)
         scores = jnp.where(visible_BRS[:, None, None], scores * self.head_dim**-0.5, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-        mixed = jnp.einsum("bkgrs,bksh->brkgh", weights, values.astype(q.dtype))
+        weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+        mixed = jnp.einsum("bkgrs,bksh->brkgh", weights, values).astype(q.dtype)
         return self.o(mixed.reshape(batch, rows, self.num_heads * self.head_dim)), (keys, values)
 
 

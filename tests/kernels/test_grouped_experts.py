@@ -105,17 +105,18 @@ class TestBackend:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 130])
-def test_xla_copies_no_expert_weights(rows: int) -> None:
-    """Temporaries stay far below the experts' bytes: nothing is transposed or gathered outside the loop."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_xla_copies_no_expert_weights(dtype: str, rows: int) -> None:
+    """Temporaries stay far below the experts' bytes: nothing is widened, transposed or gathered outside the loop."""
     hidden, ffn, count, k = 256, 96, 64, 4
-    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)  # noqa: E731
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
     experts = ExpertWeights(shape(count, ffn, hidden), shape(count, ffn, hidden), shape(count, hidden, ffn))
     compiled = (
         jax.jit(functools.partial(grouped_experts, backend="xla"))
         .lower(shape(rows, hidden), jax.ShapeDtypeStruct((rows, k), jnp.int32), shape(rows, k), experts)
         .compile()
     )
-    weight_bytes = 3 * count * ffn * hidden * 4
+    weight_bytes = 3 * count * ffn * hidden * jnp.dtype(dtype).itemsize
     assert compiled.memory_analysis().temp_size_in_bytes < weight_bytes / 10
 
 

@@ -1,7 +1,6 @@
 """A loop over blocks of rows and tiles of hidden width, in plain XLA: runs on any platform.
 
-Each trip slices one tile of one expert, so the bytes read follow the distinct experts. On CPU that holds for float32
-weights; XLA there widens bf16 weights as a whole, once a call, since it moves the conversion out of every loop.
+Each trip slices one tile of one expert, so the bytes read follow the distinct experts.
 """
 
 import jax
@@ -34,7 +33,7 @@ def grouped_experts(
     # Row T is a zero row for the empty places of a block.
     x_padded = jnp.concatenate([x_TD.astype(jnp.float32), jnp.zeros((1, hidden), jnp.float32)])
 
-    def trip(index: Array, y_TD: Array) -> Array:
+    def apply_tile(index: Array, y_TD: Array) -> Array:
         block, first = index // tiles, (index % tiles) * tile
         expert = blocks.expert_N[block]
         rows_M = blocks.rows_NM[block]
@@ -45,6 +44,10 @@ def grouped_experts(
         h_Mf = jax.nn.silu(x_MD @ gate_fD.T) * (x_MD @ up_fD.T)
         y_MD = (h_Mf @ down_Df.T) * blocks.weights_NM[block][:, None]
         return y_TD.at[rows_M].add(y_MD, mode="drop")
+
+    def trip(index: Array, y_TD: Array) -> Array:
+        # Always true. Outside a branch, XLA on CPU would convert every expert from bf16 before the loop.
+        return lax.cond(index < blocks.count * tiles, apply_tile, lambda _, y: y, index, y_TD)
 
     y_TD = lax.fori_loop(0, blocks.count * tiles, trip, jnp.zeros((rows, hidden), jnp.float32))
     return y_TD.astype(x_TD.dtype)
