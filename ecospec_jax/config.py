@@ -267,7 +267,7 @@ class SpecConfig:
     branch: int = 2
     budget: int = 4
     eps: float = 1.0
-    buffer: Literal["empty", "root", "previous"] = "root"
+    buffer: Literal["empty", "root", "previous"] = "previous"
     shared_buffer: bool = False
 
     def __post_init__(self) -> None:

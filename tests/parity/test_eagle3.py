@@ -217,7 +217,7 @@ def test_captured_features_identify_the_boundaries() -> None:
         silent.set_value(jnp.zeros_like(silent[...]))
     tokens = np.arange(6).reshape(2, 3)
     embedded = np.asarray(target.embedding(tokens))
-    for boundaries in [tuple(range(layers + 1)), (1, 2), (3, layers)]:
+    for boundaries in [tuple(range(layers + 1)), (1, 3)]:
         output, _ = forward(target, causal_rows(tokens), target.empty_cache(2, 5), boundaries)
         expected = [embedded + (10.0**boundary - 1) / 9 for boundary in boundaries]
         np.testing.assert_allclose(output.features_BRF, np.concatenate(expected, axis=-1), rtol=1e-6, atol=1e-4)
