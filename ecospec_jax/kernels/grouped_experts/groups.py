@@ -31,9 +31,13 @@ class ExpertBlocks:
 
 
 def block_size(rows: int, k: int, experts: int) -> int:
-    """Rows per block: all of them when few (decoding), about twice the mean load of an expert when many (prefill)."""
-    load = max(16, min(128, 2 * rows * k // experts))
-    return min(rows, load)
+    """Rows per block: one while experts have few rows each, about twice an expert's mean load when they have many.
+
+    XLA on CPU multiplies an expert with one row in place, but copies the expert before it multiplies with several. So
+    few rows of an expert are better done one after the other: the second finds the weights in the cache.
+    """
+    load = rows * k // experts
+    return 1 if load < 4 else min(rows, 128, 2 * load)
 
 
 def expert_blocks(
