@@ -10,23 +10,15 @@ from typing import Any
 
 import pytest
 
-from convert import convert
 from ecospec_jax.errors import run_command
 from experiments import decode
 
 ROOT = Path(__file__).parents[2]
-CHECKPOINT = ROOT / "checkpoints" / "tiny-qwen3-moe"
+QUICK_COMPILATION = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 PROMPTS = [
     {"id": "one", "turns": ["Tom has 3 apples and buys 4 more. How many has he?"]},
     {"id": "two", "turns": ["What is 5 times 6?", "And twice that?"]},
 ]
-
-
-@pytest.fixture(scope="module")
-def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("converted") / "tiny"
-    convert(CHECKPOINT / "target", folder, drafter=CHECKPOINT / "drafter")
-    return folder
 
 
 @pytest.fixture
@@ -41,14 +33,16 @@ def command(*arguments: object) -> list[str]:
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command(*arguments), cwd=ROOT, capture_output=True, text=True, timeout=600, env=QUICK_COMPILATION
+    )
 
 
 def test_decodes_both_turns_with_both_methods_and_writes_everything(
-    converted: Path, prompts: Path, tmp_path: Path
+    converted_tiny: Path, prompts: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    options = ("--target", converted, "--prompts", prompts, "--out", out, "--max-new-tokens", 12)
+    options = ("--target", converted_tiny, "--prompts", prompts, "--out", out, "--max-new-tokens", 12)
     done = run(*options, "--methods", "ar,likelihood", "--stop", "zebra", "--ignore-eos")
     assert done.returncode == 0, done.stderr
     assert "likelihood and ar: identical tokens on all 2 prompts" in done.stdout
@@ -65,18 +59,18 @@ def test_decodes_both_turns_with_both_methods_and_writes_everything(
     assert {"table.md", "speed.png", "experts.png"} <= {path.name for path in out.iterdir()}
 
 
-def test_streams_the_text_that_it_records(converted: Path, prompts: Path, tmp_path: Path) -> None:
+def test_streams_the_text_that_it_records(converted_tiny: Path, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    options = ("--target", converted, "--text", "What is 5 times 6?", "--out", out, "--max-new-tokens", 10)
+    options = ("--target", converted_tiny, "--text", "What is 5 times 6?", "--out", out, "--max-new-tokens", 10)
     done = run(*options, "--methods", "likelihood", "--stream")
     assert done.returncode == 0, done.stderr
     answer = json.loads((out / "results.jsonl").read_text())["answers"][0]["text"]
     assert answer and answer.strip() in done.stdout
 
 
-def truncated(converted: Path, tmp_path: Path) -> Path:
+def truncated(converted_tiny: Path, tmp_path: Path) -> Path:
     copy = tmp_path / "broken"
-    shutil.copytree(converted, copy)
+    shutil.copytree(converted_tiny, copy)
     largest = max((copy / "target" / "top").rglob("*"), key=lambda path: path.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-100])
     return copy
@@ -116,7 +110,7 @@ def complaint_of(settings: decode.Settings, capsys: pytest.CaptureFixture[str]) 
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
-    converted: Path,
+    converted_tiny: Path,
     prompts: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -124,25 +118,25 @@ def test_bad_input_is_one_line_and_exit_code_2(
     complaint: str,
 ) -> None:
     out = tmp_path / "out"
-    good = {"target": converted, "prompts": prompts, "methods": "ar,likelihood", "out": out}
+    good = {"target": converted_tiny, "prompts": prompts, "methods": "ar,likelihood", "out": out}
     assert complaint in complaint_of(decode.Settings(**(good | options)), capsys)
     assert not out.exists()
 
 
 def test_a_truncated_checkpoint_is_named(
-    converted: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    converted_tiny: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    settings = decode.Settings(target=truncated(converted, tmp_path), prompts=prompts, methods="ar", out=out)
+    settings = decode.Settings(target=truncated(converted_tiny, tmp_path), prompts=prompts, methods="ar", out=out)
     assert "target/top" in complaint_of(settings, capsys)
     assert not out.exists()
 
 
 def test_an_unwritable_folder_is_named(
-    converted: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    converted_tiny: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("in the way")
-    settings = decode.Settings(target=converted, prompts=prompts, methods="ar", out=tmp_path / "file" / "out")
+    settings = decode.Settings(target=converted_tiny, prompts=prompts, methods="ar", out=tmp_path / "file" / "out")
     assert str(tmp_path / "file") in complaint_of(settings, capsys)
 
 
@@ -151,12 +145,12 @@ def test_the_command_reports_bad_input_in_one_line(prompts: Path, tmp_path: Path
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and "absent" in done.stderr
 
 
-def test_an_interrupt_leaves_valid_results(converted: Path, tmp_path: Path) -> None:
+def test_an_interrupt_leaves_valid_results(converted_tiny: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "many.jsonl"
     prompts.write_text("\n".join(json.dumps({"id": str(i), "turns": [f"What is {i} + {i}?"]}) for i in range(2000)))
     out = tmp_path / "out"
-    options = command("--target", converted, "--prompts", prompts, "--methods", "ar", "--out", out)
-    process = subprocess.Popen(options, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ.copy())
+    options = command("--target", converted_tiny, "--prompts", prompts, "--methods", "ar", "--out", out)
+    process = subprocess.Popen(options, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=QUICK_COMPILATION)
     results, deadline = out / "results.jsonl", time.monotonic() + 240
     while time.monotonic() < deadline and not (results.exists() and results.read_text().count("\n") >= 2):
         time.sleep(0.2)
