@@ -105,7 +105,7 @@ COLUMNS = {
 }
 NOTES = (
     "Medians over prompts [95 % bootstrap interval]; stage times are from a separate staged pass.",
-    "* an experiment: sees the target's true routing by an extra pass; that pass's staged time is not counted.",
+    "* an experiment: sees the target's true routing by an extra pass; its share of the staged times is not counted.",
 )
 
 
@@ -118,8 +118,9 @@ def summarise(methods: list[str], records: list[Record], stages: dict[str, list[
     }
 
     def throughput(method: str, stats: DecodeStats) -> float:
-        extra = staged[method]["predict"].middle / 1000 if is_oracle(method) else 0.0
-        return stats.emitted / (stats.decode_seconds - stats.verifications * extra) if stats.emitted else math.nan
+        times = {stage: interval.middle for stage, interval in staged[method].items()}
+        counted = 1 - times["predict"] / sum(times.values()) if is_oracle(method) else 1.0
+        return stats.emitted / (stats.decode_seconds * counted) if stats.emitted else math.nan
 
     baseline = {batch: throughput(methods[0], stats) for batch, stats in batches[methods[0]].items()}
     rows = []
