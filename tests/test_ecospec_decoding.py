@@ -49,7 +49,7 @@ EVERYTHING = 32 * expert_bits.words(ROUTING.experts)  # bits of a layer that the
 # The same tokens
 
 SHARED = SpecConfig(budget=4, buffer="previous", shared_buffer=True)
-WIDE = SpecConfig(budget=8, buffer="root")
+WIDE = SpecConfig(budget=6, buffer="root")
 CASES = [
     (SHARED, GREEDY, 3),
     (SHARED, GREEDY, 1),
@@ -310,15 +310,17 @@ def test_finished_sequences_change_nothing_for_live_ones(speaker: str) -> None:
     One of the two is finished before its prompt is read, the other by the token that its prefill gives.
     """
     script = helpful(GREEDY)
-    limits = [len(start) + more for start, more in zip(PROMPTS, (NEW_TOKENS, 0, 1), strict=True)]
-    answers, batch = decode(make_plan(SHARED), make_weights(speaker, script), limits=limits)
     one = tiny.Script(script.tokens[:1], script.log_probs[:1])
     alone_answers, alone = decode(make_plan(SHARED, batch=1), make_weights(speaker, one, batch=1), PROMPTS[:1])
-    assert answers[0] == alone_answers[0] == plain_answers()[0]
-    assert batch.emitted_histograms[0] == alone.emitted_histograms[0]
-    fields = ("verifications", "distinct_by_layer", "predicted_by_layer", "hits_by_layer", "uses", "added_error")
-    for field in (*fields, "live_rows"):
-        assert getattr(batch, field) == getattr(alone, field), field
+    for mate in range(8):
+        prompts = [PROMPTS[0], PROMPTS[1], tiny.prompt(5 + mate, mate)]
+        limits = [len(start) + more for start, more in zip(prompts, (NEW_TOKENS, 0, 1), strict=True)]
+        answers, batch = decode(make_plan(SHARED), make_weights(speaker, script), prompts, limits=limits)
+        assert answers[0] == alone_answers[0] == plain_answers()[0]
+        assert batch.emitted_histograms[0] == alone.emitted_histograms[0]
+        fields = ("verifications", "distinct_by_layer", "predicted_by_layer", "hits_by_layer", "uses", "added_error")
+        for field in (*fields, "live_rows"):
+            assert getattr(batch, field) == getattr(alone, field), field
 
 
 # ---------------------------------------------------------------------------------------------------------------------
