@@ -6,6 +6,7 @@ together, which lets attention read the buffer without a transposed copy.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +35,23 @@ def storage_dtype(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float32) if jax.default_backend() == "cpu" else jnp.dtype(dtype)
 
 
-def empty_cache(*, layers: int, batch: int, kv_heads: int, capacity: int, head_dim: int, dtype: jnp.dtype) -> KVCache:
+class HeadShape(Protocol):
+    """What a config says about keys and values."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key/value heads of a layer."""
+        ...
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a head."""
+        ...
+
+
+def empty_cache(config: HeadShape, *, layers: int, batch: int, capacity: int, dtype: jnp.dtype) -> KVCache:
     """An empty cache of `capacity` slots per sequence, kept in `storage_dtype(dtype)`."""
-    shape = (batch, kv_heads, capacity, head_dim)
+    shape = (batch, config.num_kv_heads, capacity, config.head_dim)
     stored = storage_dtype(dtype)
     return KVCache(
         keys=[jnp.zeros(shape, stored) for _ in range(layers)],

@@ -1,5 +1,7 @@
 """The cache's three operations against loops over plain arrays."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,9 +39,8 @@ def test_write_rows_keeps_the_storage_dtype() -> None:
 
 
 def test_empty_cache() -> None:
-    cache = empty_cache(
-        layers=4, batch=BATCH, kv_heads=HEADS, capacity=SLOTS, head_dim=CHANNELS, dtype=jnp.dtype(jnp.bfloat16)
-    )
+    shape = SimpleNamespace(num_kv_heads=HEADS, head_dim=CHANNELS)
+    cache = empty_cache(shape, layers=4, batch=BATCH, capacity=SLOTS, dtype=jnp.dtype(jnp.bfloat16))
     assert cache.capacity == SLOTS
     assert len(cache.keys) == len(cache.values) == 4
     for buffer in cache.keys + cache.values:

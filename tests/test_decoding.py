@@ -320,6 +320,22 @@ def uneven(tree: CandidateTree, forecast: ExpertForecast | None, spec: SpecConfi
     return Selection(nodes_BM, spec.budget - jnp.array(UNUSED_SLOTS))
 
 
+def orphans(tree: CandidateTree, forecast: ExpertForecast | None, spec: SpecConfig) -> Selection:
+    """A broken policy: the root's second child and the last nodes of the pool, whose parents are mostly missing."""
+    batch, nodes = tree.tokens_BN.shape
+    nodes_M = jnp.concatenate([jnp.array([1]), jnp.arange(nodes - spec.budget + 1, nodes)])
+    return Selection(jnp.broadcast_to(nodes_M, (batch, spec.budget)), jnp.full(batch, spec.budget))
+
+
+def test_a_node_without_its_ancestors_is_dead() -> None:
+    """Such nodes spoil no token, are not counted, and what is left of the choice still speeds decoding up."""
+    program = tiny.make_program(spec=SpecConfig(budget=4), policy=orphans)
+    answers, stats = tiny.decode(program, tiny.weights_with(second(GREEDY, 3)), PROMPTS, max_new_tokens=NEW_TOKENS)
+    assert tiny.tokens_of(answers) == plain_answers(GREEDY)
+    assert stats.tau > 1.2
+    assert stats.live_rows < stats.passes * 5
+
+
 MANY_EXPERTS = replace(TARGET, num_experts=83, experts_per_token=2)
 
 

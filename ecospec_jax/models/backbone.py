@@ -55,15 +55,7 @@ class Backbone(nnx.Module):
 
     def empty_cache(self, batch: int, capacity: int) -> KVCache:
         """A cache of `capacity` slots a sequence."""
-        config = self.config
-        return empty_cache(
-            layers=config.num_layers,
-            batch=batch,
-            kv_heads=config.num_kv_heads,
-            capacity=capacity,
-            head_dim=config.head_dim,
-            dtype=self.dtype,
-        )
+        return empty_cache(self.config, layers=self.config.num_layers, batch=batch, capacity=capacity, dtype=self.dtype)
 
     def __call__(
         self, x_BRD: Float[Array, "batch rows hidden"], rows: Rows, cache: KVCache

@@ -61,15 +61,7 @@ class Eagle3(nnx.Module):
 
     def empty_cache(self, batch: int, capacity: int) -> KVCache:
         """A cache of `capacity` slots a sequence."""
-        config = self.config
-        return empty_cache(
-            layers=1,
-            batch=batch,
-            kv_heads=config.num_kv_heads,
-            capacity=capacity,
-            head_dim=config.head_dim,
-            dtype=self.dtype,
-        )
+        return empty_cache(self.config, layers=1, batch=batch, capacity=capacity, dtype=self.dtype)
 
     def catch_up(
         self, rows: Rows, features_BRF: Float[Array, "batch rows features"], cache: KVCache

@@ -93,15 +93,7 @@ class Qwen3Moe(nnx.Module):
 
     def empty_cache(self, batch: int, capacity: int) -> KVCache:
         """A cache of `capacity` slots a sequence."""
-        config = self.config
-        return empty_cache(
-            layers=config.num_layers,
-            batch=batch,
-            kv_heads=config.num_kv_heads,
-            capacity=capacity,
-            head_dim=config.head_dim,
-            dtype=self.dtype,
-        )
+        return empty_cache(self.config, layers=self.config.num_layers, batch=batch, capacity=capacity, dtype=self.dtype)
 
     def __call__(self, rows: Rows, cache: KVCache, boundaries: tuple[int, ...]) -> tuple[TargetOutput, KVCache]:
         """One forward pass of a block of rows; see `TargetOutput` for what comes out."""
