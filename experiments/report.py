@@ -202,9 +202,12 @@ def paired_u(methods: list[str], records: list[Record]) -> list[str]:
     return lines
 
 
+UNDEFINED = "-"
+
+
 def _cell(interval: Interval, scale: float, digits: int, separator: str) -> str:
     if not math.isfinite(interval.middle):
-        return "-"
+        return UNDEFINED
     low, high = interval.low * scale, interval.high * scale
     return f"{interval.middle * scale:.{digits}f}{separator}[{low:.{digits}f}, {high:.{digits}f}]"
 
@@ -250,6 +253,8 @@ def write_report(
 
     for names in TERMINAL_TABLES:
         header, cells = table_cells(rows, names, separator="\n")
+        if all(cell == UNDEFINED for line in cells for cell in line[1:]):
+            continue
         table = Table(*(Column(title, justify="left" if title == "method" else "right") for title in header))
         for line in cells:
             table.add_row(*line)
