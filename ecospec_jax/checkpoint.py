@@ -17,17 +17,19 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import pydantic
 from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array
 
 from ecospec_jax.config import (
+    STRICT,
     BackbonePredictorConfig,
     DrafterConfig,
     Eagle3Config,
@@ -56,6 +58,7 @@ class TensorRecord:
 
     dtype: str
     shape: tuple[int, ...]
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class FileRecord:
 
     size: int
     crc32: int
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class PieceRecord:
     sha256: str
     tensors: dict[str, TensorRecord]
     files: dict[str, FileRecord]
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
 
 
 @dataclass(frozen=True)
@@ -105,6 +110,7 @@ class Manifest:
     pieces: dict[str, PieceRecord]
     versions: dict[str, str]
     created: str
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
 
     @property
     def target_hash(self) -> str:

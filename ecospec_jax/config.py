@@ -11,7 +11,7 @@ import pydantic
 
 from ecospec_jax.errors import UserError
 
-_STRICT = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=False)
+STRICT = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=False)
 ConfigT = TypeVar("ConfigT")
 
 
@@ -62,7 +62,7 @@ class RopeConfig:
     attention_factor: float | None = None
     mscale: float | None = None
     mscale_all_dim: float | None = None
-    __pydantic_config__: ClassVar[pydantic.ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
 
     def __post_init__(self) -> None:
         _require(self.theta > 0, f"rope theta must be positive, not {self.theta}")
@@ -93,7 +93,7 @@ class Qwen3MoeConfig:
     tie_embeddings: bool = False
     attention_bias: bool = False
     family: Literal["qwen3_moe"] = "qwen3_moe"
-    __pydantic_config__: ClassVar[pydantic.ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
 
     def __post_init__(self) -> None:
         _require(self.num_heads % self.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads")
@@ -151,7 +151,7 @@ class Eagle3Config:
     own_embedding: bool = False
     own_head: bool = True
     family: Literal["eagle3"] = "eagle3"
-    __pydantic_config__: ClassVar[pydantic.ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
 
     def __post_init__(self) -> None:
         _require(self.num_heads % self.num_kv_heads == 0, "drafter num_heads must be a multiple of num_kv_heads")
@@ -182,7 +182,7 @@ class RoutingShape:
     layers: int
     experts: int
     k: int
-    __pydantic_config__: ClassVar[pydantic.ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
 
     @staticmethod
     def of(target: ModelConfig) -> "RoutingShape":
@@ -202,7 +202,7 @@ class BackboneConfig:
     intermediate_size: int
     rms_norm_eps: float
     rope: RopeConfig
-    __pydantic_config__: ClassVar[pydantic.ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
 
     def __post_init__(self) -> None:
         _require(self.num_heads % self.num_kv_heads == 0, "backbone num_heads must be a multiple of num_kv_heads")
@@ -224,7 +224,7 @@ class BackbonePredictorConfig:
     backbone: BackboneConfig
     routing: RoutingShape
     family: Literal["backbone"] = "backbone"
-    __pydantic_config__: ClassVar[pydantic.ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class TokenTableConfig:
     vocab_size: int
     routing: RoutingShape
     family: Literal["token_table"] = "token_table"
-    __pydantic_config__: ClassVar[pydantic.ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class FrequencyConfig:
 
     routing: RoutingShape
     family: Literal["frequency"] = "frequency"
-    __pydantic_config__: ClassVar[pydantic.ConfigDict] = _STRICT
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
 
 
 PredictorConfig = BackbonePredictorConfig | TokenTableConfig | FrequencyConfig

@@ -10,10 +10,11 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
+import pydantic
 
 from ecospec_jax.checkpoint import (
     MANIFEST,
@@ -26,7 +27,7 @@ from ecospec_jax.checkpoint import (
     save_piece,
     stored_parameters,
 )
-from ecospec_jax.config import PredictorConfig, RoutingShape, from_json, to_json
+from ecospec_jax.config import STRICT, PredictorConfig, RoutingShape, from_json, to_json
 from ecospec_jax.errors import UserError, reported_as_user_error
 from ecospec_jax.models.predictor import Predictor
 from ecospec_jax.models.target import Target
@@ -54,6 +55,7 @@ class PredictorManifest:
     overlap: dict[str, tuple[float, ...]]
     pieces: dict[str, PieceRecord]
     recipe: dict[str, str]
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
 
 
 def save_predictors(

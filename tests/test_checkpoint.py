@@ -168,6 +168,7 @@ def set_tensor(**edit):
         (lambda m: m.update(format=0), "manifest.json: format 0 is not 1; convert the checkpoint again"),
         (lambda m: m["target"].pop("vocab_size"), "manifest.json: target.vocab_size: Field required"),
         (lambda m: m["target"].update(family="gpt"), "manifest.json: target.family"),
+        (lambda m: m.update(spare=1), "manifest.json: spare: Unexpected keyword argument"),
         (lambda m: m["target"].update(head_dim=11), "manifest.json: head_dim must be even"),
         (lambda m: m["target"].update(num_layers=7), "manifest.json: pieces and config disagree on 'target/layers.7"),
         (lambda m: m["pieces"].pop("drafter/top"), "manifest.json: pieces and config disagree on 'drafter/top'"),

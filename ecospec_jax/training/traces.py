@@ -11,10 +11,12 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
+import pydantic
 
-from ecospec_jax.config import RoutingShape, from_json, to_json
+from ecospec_jax.config import STRICT, RoutingShape, from_json, to_json
 from ecospec_jax.errors import UserError, reported_as_user_error
 
 FORMAT = 1
@@ -46,6 +48,7 @@ class Shard:
     sha256: str
     prompts: tuple[str, ...]
     tokens: int
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class TraceManifest:
     routing: RoutingShape
     recipe: dict[str, str]
     shards: tuple[Shard, ...] = ()
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
 
     @property
     def prompts(self) -> set[str]:
