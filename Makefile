@@ -4,7 +4,7 @@ TARGET ?= tiny-qwen3-moe
 VENV_PYTHON := .venv/bin/python
 PIP_INSTALL := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-aot lint clean
 .DELETE_ON_ERROR:
 
 # Convert the bundled checkpoint once, then compare the decoding methods on a few prompts.
@@ -15,6 +15,10 @@ demo: .venv/.base converted/$(TARGET)/manifest.json
 test: .venv/.test
 	$(VENV_PYTHON) -m pytest -n 2 -q
 
+# Compiles for absent accelerators. In an environment of its own: the compilers are plugins that JAX would load elsewhere.
+test-aot: .venv-aot/.aot
+	.venv-aot/bin/python -m pytest -q --confcutdir tests/aot tests/aot
+
 lint: .venv/.test
 	$(VENV_PYTHON) -m ruff check
 	$(VENV_PYTHON) -m ruff format --check
@@ -22,7 +26,7 @@ lint: .venv/.test
 
 # Keeps results/ except the demo's.
 clean:
-	rm -rf .venv converted results/demo build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-aot converted results/demo build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 converted/$(TARGET)/manifest.json: | .venv/.base
@@ -41,4 +45,9 @@ $(VENV_PYTHON):
 
 .venv/.test: pyproject.toml .venv/.base
 	$(PIP_INSTALL) -e '.[test]'
+	@touch $@
+
+.venv-aot/.aot: pyproject.toml $(VENV_PYTHON)
+	$(VENV_PYTHON) -m venv --clear .venv-aot
+	.venv-aot/bin/python -m pip install --quiet --disable-pip-version-check -e '.[aot]'
 	@touch $@

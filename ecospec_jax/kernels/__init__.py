@@ -1,5 +1,7 @@
 """Ops with several backends; one folder and one public function each."""
 
-from ecospec_jax.kernels.grouped_experts import ExpertWeights, grouped_experts
+from ecospec_jax.kernels.dense import dense
+from ecospec_jax.kernels.formats import Fp8, Matrix, Mxfp4, Plain
+from ecospec_jax.kernels.grouped_experts import ClampedSwiglu, ExpertWeights, Swiglu, grouped_experts
 
-__all__ = ["ExpertWeights", "grouped_experts"]
+__all__ = ["ClampedSwiglu", "ExpertWeights", "Fp8", "Matrix", "Mxfp4", "Plain", "Swiglu", "dense", "grouped_experts"]

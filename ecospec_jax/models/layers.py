@@ -10,6 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from ecospec_jax.cache import Buffer, write_rows
+from ecospec_jax.kernels import Plain, dense
 from ecospec_jax.models.rope import rotate
 
 
@@ -21,6 +22,12 @@ def parameter(
     deviation = shape[-1] ** -0.5 if scale is None else scale
     value = deviation * jax.random.normal(rngs.params(), shape, jnp.float32)
     return nnx.Param(value.astype(dtype), logical_axes=axes)
+
+
+def project(x: Float[Array, "... inputs"], weight_OI: Float[Array, "outputs inputs"]) -> Float[Array, "... outputs"]:
+    """Product x W^T over the last dimension."""
+    y_TO = dense(x.reshape(-1, x.shape[-1]), Plain(weight_OI))
+    return y_TO.reshape(*x.shape[:-1], -1)
 
 
 class Linear(nnx.Module):
@@ -42,7 +49,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, "... inputs"]) -> Float[Array, "... outputs"]:
         """Applies the map to the last dimension."""
-        y = jnp.einsum("...i,oi->...o", x, self.weight[...])
+        y = project(x, self.weight[...])
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -71,6 +78,10 @@ class Embedding(nnx.Module):
     def __call__(self, tokens: Int[Array, "..."]) -> Float[Array, "... hidden"]:
         """Looks up token ids."""
         return jnp.take(self.weight[...], tokens, axis=0)
+
+    def logits(self, hidden: Float[Array, "... hidden"]) -> Float[Array, "... vocab"]:
+        """The transposed map: the weight as a head."""
+        return project(hidden, self.weight[...])
 
 
 class Attention(nnx.Module):

@@ -6,7 +6,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from ecospec_jax.kernels import ExpertWeights, grouped_experts
+from ecospec_jax.kernels import ExpertWeights, Plain, grouped_experts
 from ecospec_jax.models.layers import Linear, parameter
 
 
@@ -42,7 +42,8 @@ class Experts(nnx.Module):
     @property
     def weights(self) -> ExpertWeights:
         """The arrays as the kernel takes them."""
-        return ExpertWeights(gate_EFD=self.gate[...], up_EFD=self.up[...], down_EDF=self.down[...])
+        gate, up, down = (Plain(part[...]) for part in (self.gate, self.up, self.down))
+        return ExpertWeights((gate, up), down)
 
 
 class MoELayer(nnx.Module):

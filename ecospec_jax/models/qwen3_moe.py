@@ -114,5 +114,5 @@ class Qwen3Moe(nnx.Module):
     def logits(self, hidden: Float[Array, "... hidden"]) -> Float[Array, "... vocab"]:
         """Head over the post-final-norm hidden state, float32."""
         if self.head is None:
-            return jnp.einsum("...d,vd->...v", hidden, self.embedding.weight[...]).astype(jnp.float32)
+            return self.embedding.logits(hidden).astype(jnp.float32)
         return self.head(hidden).astype(jnp.float32)

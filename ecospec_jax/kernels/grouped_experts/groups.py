@@ -2,7 +2,7 @@
 
 Rows are sorted by expert and each expert's rows are cut into blocks of at most M; unused experts have no block. A
 kernel that walks the blocks therefore reads distinct experts only, whether there is one row (decoding) or a thousand
-(prefill).
+(prefill). Computed once a layer and shared by all its projections.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class ExpertBlocks:
 
     Attributes:
         count: number of blocks in use, scalar.
-        expert_N: expert of each block.
+        expert_N: expert of each block; an unused block repeats the last one in use, or is 0.
         rows_NM: row indices; T marks an empty place.
         weights_NM: combine weight of each place, 0 where empty.
     """
@@ -29,23 +29,26 @@ class ExpertBlocks:
     rows_NM: Int[Array, "blocks places"]
     weights_NM: Float[Array, "blocks places"]
 
+    def gather(self, x_TD: Float[Array, "rows hidden"]) -> Float[Array, "blocks places hidden"]:
+        """The rows of every place, zero where empty."""
+        return x_TD.at[self.rows_NM].get(mode="fill", fill_value=0)
 
-def block_size(rows: int, k: int, experts: int) -> int:
-    """Rows per block: one while experts have few rows each, about twice an expert's mean load when they have many.
-
-    XLA on CPU multiplies an expert with one row in place, but copies the expert before it multiplies with several. So
-    few rows of an expert are better done one after the other: the second finds the weights in the cache.
-    """
-    load = rows * k // experts
-    return 1 if load < 4 else min(rows, 128, 2 * load)
+    def combine(self, y_NMD: Float[Array, "blocks places hidden"], rows: int) -> Float[Array, "rows hidden"]:
+        """Weighted sum of each row's places, in float32. Empty places may hold anything, NaN included."""
+        filled_NM1 = (self.rows_NM < rows)[..., None]
+        weighted = jnp.where(filled_NM1, y_NMD.astype(jnp.float32) * self.weights_NM[..., None], 0)
+        zeros = jnp.zeros((rows, y_NMD.shape[-1]), jnp.float32)
+        return zeros.at[self.rows_NM].add(weighted, mode="drop")
 
 
 def expert_blocks(
-    expert_ids_TK: Int[Array, "rows k"], combine_weights_TK: Float[Array, "rows k"], experts: int
+    expert_ids_TK: Int[Array, "rows k"], combine_weights_TK: Float[Array, "rows k"], experts: int, size: int
 ) -> ExpertBlocks:
-    """Groups the (row, expert) pairs whose id lies in `0 .. experts-1`."""
+    """Groups the (row, expert) pairs whose id lies in `0 .. experts-1` into blocks of at most `size` rows.
+
+    With `size` at least T there is one block an expert, unless a row names an expert more than once.
+    """
     rows, k = expert_ids_TK.shape
-    size = block_size(rows, k, experts)
     pairs = rows * k
     most_blocks = min(pairs, experts + pairs // size)
 
@@ -56,16 +59,19 @@ def expert_blocks(
     first_pair_E = jnp.cumsum(load_E) - load_E
     blocks_E = -(-load_E // size)
     last_block_E = jnp.cumsum(blocks_E)
+    count = last_block_E[-1]
 
     block_N = jnp.arange(most_blocks)
-    expert_N = jnp.minimum(jnp.searchsorted(last_block_E, block_N, side="right"), experts - 1)
+    within_count_N = jnp.minimum(block_N, jnp.maximum(count - 1, 0))
+    expert_N = jnp.minimum(jnp.searchsorted(last_block_E, within_count_N, side="right"), experts - 1)
+    expert_N = jnp.where(count > 0, expert_N, 0)
     within_N = block_N - (last_block_E - blocks_E)[expert_N]
     place_NM = within_N[:, None] * size + jnp.arange(size)
-    filled_NM = (place_NM < load_E[expert_N][:, None]) & (block_N < last_block_E[-1])[:, None]
+    filled_NM = (place_NM < load_E[expert_N][:, None]) & (block_N < count)[:, None]
     pair_NM = order_P[jnp.minimum(first_pair_E[expert_N][:, None] + place_NM, pairs - 1)]
     return ExpertBlocks(
-        count=last_block_E[-1],
-        expert_N=expert_N,
+        count=count.astype(jnp.int32),
+        expert_N=expert_N.astype(jnp.int32),
         rows_NM=jnp.where(filled_NM, pair_NM // k, rows),
-        weights_NM=jnp.where(filled_NM, combine_weights_TK.reshape(-1)[pair_NM], 0),
+        weights_NM=jnp.where(filled_NM, combine_weights_TK.reshape(-1)[pair_NM].astype(jnp.float32), 0),
     )

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from ecospec_jax.kernels.formats import Matrix
+from ecospec_jax.kernels.grouped_experts.activations import Activation
 from ecospec_jax.kernels.grouped_experts.weights import ExpertWeights
 
 
@@ -12,12 +14,30 @@ def grouped_experts(
     expert_ids_TK: Int[Array, "rows k"],
     combine_weights_TK: Float[Array, "rows k"],
     experts: ExpertWeights,
+    activation: Activation,
 ) -> Float[Array, "rows hidden"]:
-    """See `ecospec_jax.kernels.grouped_experts`."""
-    gate = jnp.einsum("td,efd->tef", x_TD, experts.gate_EFD)
-    up = jnp.einsum("td,efd->tef", x_TD, experts.up_EFD)
-    y_TED = jnp.einsum("tef,edf->ted", jax.nn.silu(gate) * up, experts.down_EDF)
-    # one_hot of an id outside 0..E-1 is all zeros, which is what "skipped" means.
-    chosen_TKE = jax.nn.one_hot(expert_ids_TK, experts.count, dtype=x_TD.dtype)
-    weight_TE = jnp.einsum("tk,tke->te", combine_weights_TK.astype(x_TD.dtype), chosen_TKE)
-    return jnp.einsum("te,ted->td", weight_TE, jnp.where(weight_TE[..., None] != 0, y_TED, 0))
+    """See `ecospec_jax.kernels.grouped_experts`. Computes in float32."""
+    flat, first = experts.flat()
+    own = jax.tree.map(lambda part: jax.lax.dynamic_slice_in_dim(part, first, experts.count), flat)
+
+    def project(x: Array, subscripts: str, matrix: Matrix, bias: Array | None) -> Array:
+        y = jnp.einsum(subscripts, x, matrix.widen())
+        return y if bias is None else y + bias.astype(jnp.float32)
+
+    def gate_up(matrix: Matrix, bias: Array | None) -> Array:
+        return project(x_TD.astype(jnp.float32), "td,efd->tef", matrix, bias)
+
+    if isinstance(own.gate_up, tuple):
+        biases = own.gate_up_bias or (None, None)
+        gate_TEF, up_TEF = (gate_up(matrix, bias) for matrix, bias in zip(own.gate_up, biases, strict=True))
+    else:
+        rows = gate_up(own.gate_up, own.gate_up_bias)
+        gate_TEF, up_TEF = rows[..., 0::2], rows[..., 1::2]
+    y_TED = project(activation(gate_TEF, up_TEF), "tef,edf->ted", own.down, own.down_bias)
+
+    # No expert equals an id outside 0..E-1, which is what "skipped" means.
+    chosen_TKE = expert_ids_TK[..., None] == jnp.arange(experts.count)
+    weight_TE = jnp.sum(jnp.where(chosen_TKE, combine_weights_TK.astype(jnp.float32)[..., None], 0), axis=1)
+    used_TE = jnp.any(chosen_TKE, axis=1)
+    y_TD = jnp.einsum("te,ted->td", weight_TE, jnp.where(used_TE[..., None], y_TED, 0))
+    return y_TD.astype(x_TD.dtype)

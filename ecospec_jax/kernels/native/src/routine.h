@@ -1,0 +1,49 @@
+// Matrix products of a few rows, on the best instruction set of this processor.
+#pragma once
+
+#include <cstdlib>
+#include <vector>
+
+#include "matrix.h"
+
+namespace ecospec {
+
+// The variant for this processor, or the one that ECOSPEC_JAX_CPU_VARIANT names.
+const Variant& variant();
+
+// What the routines have read since the count was switched on (see ecospec_count_traffic).
+void count_expert();
+void count_bytes(int64_t bytes);
+
+// Rows of activations, packed for one format.
+class PackedRows {
+ public:
+  // `rounded`: the activations are bfloat16 numbers.
+  PackedRows(Format format, int64_t cols, bool rounded) : format_(format), cols_(cols), rounded_(rounded) {
+    bytes_ = (variant().packed_bytes(format, cols) + 63) / 64 * 64;
+  }
+  void resize(int64_t count) {
+    // 64 spare bytes, since rows begin at multiples of 64.
+    storage_.resize(count * bytes_ + 64);
+  }
+  void set(int64_t row, const float* x) { variant().pack(format_, x, cols_, rounded_, at(row)); }
+  uint8_t* at(int64_t row) {
+    const auto start = reinterpret_cast<uintptr_t>(storage_.data());
+    return reinterpret_cast<uint8_t*>((start + 63) / 64 * 64) + row * bytes_;
+  }
+  Format format() const { return format_; }
+  bool rounded() const { return rounded_; }
+
+ private:
+  Format format_;
+  int64_t cols_;
+  bool rounded_;
+  int64_t bytes_;
+  std::vector<uint8_t> storage_;
+};
+
+// out[i] = matrix . packed[i] for any number of rows. Reads the matrix from memory once.
+void multiply(const Matrix& matrix, const std::vector<const uint8_t*>& packed, bool rounded,
+              const std::vector<float*>& out);
+
+}  // namespace ecospec
