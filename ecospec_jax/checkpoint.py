@@ -115,8 +115,16 @@ class Manifest:
     @property
     def target_hash(self) -> str:
         """Tells this target from others, whatever its drafter: sha256 over its config and its pieces' hashes."""
-        pieces = {name: piece.sha256 for name, piece in self.pieces.items() if name.startswith("target/")}
-        return hashlib.sha256(json.dumps([to_json(self.target), pieces], sort_keys=True).encode()).hexdigest()
+        return self._hash("target/", self.target)
+
+    @property
+    def drafter_hash(self) -> str:
+        """Tells this drafter from others, likewise; empty without a drafter."""
+        return "" if self.drafter is None else self._hash("drafter/", self.drafter)
+
+    def _hash(self, folder: str, config: ModelConfig | DrafterConfig) -> str:
+        pieces = {name: piece.sha256 for name, piece in self.pieces.items() if name.startswith(folder)}
+        return hashlib.sha256(json.dumps([to_json(config), pieces], sort_keys=True).encode()).hexdigest()
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

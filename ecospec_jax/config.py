@@ -261,6 +261,9 @@ class SpecConfig:
         buffer: experts that count as paid for before any node is chosen: none, those predicted for the root, or the
             true ones of the previous verification.
         shared_buffer: one expert buffer for the whole batch instead of one a sequence.
+        probe_every: methods that decide whether to draft try again after so many plain steps.
+        row_counts: methods that decide how many rows to verify compile these counts, and `rows`, which need not be
+            named; each step takes the least that holds its rows.
     """
 
     depth: int = 3
@@ -269,8 +272,12 @@ class SpecConfig:
     eps: float = 1.0
     buffer: Literal["empty", "root", "previous"] = "previous"
     shared_buffer: bool = False
+    probe_every: int = 16
+    row_counts: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
+        _require(self.probe_every >= 1, f"probe_every must be at least 1, not {self.probe_every}")
+        _require(all(count >= 1 for count in self.row_counts), f"row counts must be at least 1, not {self.row_counts}")
         _require(self.eps > 0, f"eps must be positive, not {self.eps}")
         _require(self.buffer in ("empty", "root", "previous"), f"unknown expert buffer '{self.buffer}'")
         _require(self.depth >= 1, f"depth must be at least 1, not {self.depth}")

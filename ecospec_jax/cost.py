@@ -1,42 +1,157 @@
-"""What a step reads, in bytes, from the configuration alone (docs/design.md section 4)."""
+"""What a step costs, in bytes from the configurations or in seconds from measurements (docs/design.md section 4)."""
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
 
-from ecospec_jax.config import ModelConfig
+import numpy as np
+import pydantic
+
+from ecospec_jax.config import (
+    STRICT,
+    BackboneConfig,
+    BackbonePredictorConfig,
+    DrafterConfig,
+    Eagle3Config,
+    ModelConfig,
+    PredictorConfig,
+    from_json,
+    to_json,
+)
+from ecospec_jax.errors import UserError, reported_as_user_error
 
 
 @dataclass(frozen=True)
-class ByteModel:
-    """Weight bytes of one target pass: `fixed + experts_touched * per_expert`.
+class CostModel:
+    """`fixed + per_expert * pairs + per_row * rows`, and what drafting and predicting add; all in one unit.
 
     Attributes:
-        fixed: bytes every pass reads: attention, routers, norms, dense layers, head (of the embedding only rows).
-        per_expert: bytes of one expert.
+        fixed: every target pass: attention, routers, norms, dense layers, head (of the embedding only rows).
+        per_expert: each distinct (layer, expert) pair that the pass touches.
         moe_layers: layers that have experts.
+        per_row: each live row of the pass.
+        draft: one drafting of a candidate tree, the catch-up included.
+        predict: one prediction of a candidate tree's experts.
+        unit: `bytes` or `seconds`.
     """
 
     fixed: float
     per_expert: float
     moe_layers: int
+    per_row: float = 0.0
+    draft: float = 0.0
+    predict: float = 0.0
+    unit: Literal["bytes", "seconds"] = "bytes"
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
 
-    def step(self, u: float) -> float:
-        """Bytes of a verification that touches `u` distinct experts in the mean MoE layer."""
-        return self.fixed + u * self.moe_layers * self.per_expert
+    def __post_init__(self) -> None:
+        for name in ("fixed", "per_expert"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"cost model: {name} must be positive, not {getattr(self, name)}")
+        for name in ("per_row", "draft", "predict"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"cost model: {name} must not be negative, not {getattr(self, name)}")
+        if self.moe_layers < 1:
+            raise UserError(f"cost model: moe_layers must be at least 1, not {self.moe_layers}")
+
+    def step(self, u: float, rows: float = 0.0) -> float:
+        """Cost of a verification of `rows` rows that touches `u` distinct experts in the mean MoE layer."""
+        return self.fixed + u * self.moe_layers * self.per_expert + rows * self.per_row
 
 
-def byte_model(config: ModelConfig, bytes_per_weight: float) -> ByteModel:
-    """The byte model of a target whose weights are stored in `bytes_per_weight` bytes each."""
+def byte_model(
+    config: ModelConfig,
+    bytes_per_weight: float,
+    *,
+    drafter: DrafterConfig | None = None,
+    predictor: PredictorConfig | None = None,
+    depth: int = 3,
+) -> CostModel:
+    """The cost in bytes of weights read, each stored in `bytes_per_weight` bytes.
+
+    A drafter is read once for the catch-up and once for each further level of the tree of `depth` levels; a predictor
+    with a backbone once. Tables cost nothing: a step reads rows of them.
+    """
     hidden, layers = config.hidden_size, config.num_layers
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention = hidden * (2 * heads + 2 * kv_heads) + 2 * config.head_dim + 2 * hidden
-    if config.attention_bias:
-        attention += heads + 2 * kv_heads + hidden
     moe_layers = len(config.moe_layers)
+    attention = _attention_weights(config, hidden) + 2 * config.head_dim + 2 * hidden
+    if config.attention_bias:
+        attention += (config.num_heads + 2 * config.num_kv_heads) * config.head_dim + hidden
     routers = moe_layers * config.num_experts * hidden
     dense = (layers - moe_layers) * 3 * hidden * config.intermediate_size
     weights = layers * attention + routers + dense + hidden + config.vocab_size * hidden
-    return ByteModel(
+    return CostModel(
         fixed=weights * bytes_per_weight,
         per_expert=3 * hidden * config.moe_intermediate_size * bytes_per_weight,
         moe_layers=moe_layers,
+        draft=0.0 if drafter is None else _draft_weights(drafter, depth) * bytes_per_weight,
+        predict=0.0 if predictor is None else _predictor_weights(predictor) * bytes_per_weight,
     )
+
+
+def _attention_weights(config: ModelConfig | Eagle3Config | BackboneConfig, inputs: int) -> int:
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    return inputs * (heads + 2 * kv_heads) + config.hidden_size * heads
+
+
+def _draft_weights(config: Eagle3Config, depth: int) -> int:
+    hidden = config.hidden_size
+    layer = _attention_weights(config, 2 * hidden) + 3 * hidden * config.intermediate_size
+    head = config.draft_vocab_size * hidden
+    return len(config.boundaries) * config.target_hidden_size * hidden + depth * (layer + head)
+
+
+def _predictor_weights(config: PredictorConfig) -> int:
+    if not isinstance(config, BackbonePredictorConfig):
+        return 0
+    backbone, routing = config.backbone, config.routing
+    hidden = backbone.hidden_size
+    layer = _attention_weights(backbone, hidden) + 3 * hidden * backbone.intermediate_size
+    heads = routing.layers * routing.experts * hidden
+    return config.embedding_size * hidden + backbone.num_layers * layer + heads
+
+
+def fit_seconds(
+    seconds: Sequence[float],
+    pairs: Sequence[float],
+    rows: Sequence[float],
+    *,
+    moe_layers: int,
+    draft: float,
+    predict: float,
+) -> tuple[CostModel, float]:
+    """Least squares with coefficients >= 0: seconds of verifications from their (layer, expert) pairs and rows.
+
+    Returns:
+        The model and r^2.
+
+    Raises:
+        UserError: the measurements do not determine a positive cost of a pass and of an expert.
+    """
+    from scipy.optimize import nnls
+
+    y = np.asarray(seconds, np.float64)
+    design = np.stack([np.ones_like(y), np.asarray(pairs, np.float64), np.asarray(rows, np.float64)], axis=1)
+    scale = np.maximum(design.max(axis=0), 1e-30)
+    coefficients, _ = nnls(design / scale, y)
+    fixed, per_expert, per_row = coefficients / scale
+    rest = y - design @ (coefficients / scale)
+    spread = np.sum((y - y.mean()) ** 2)
+    r_squared = 1 - float(np.sum(rest**2) / spread) if spread > 0 else 0.0
+    return CostModel(fixed, per_expert, moe_layers, per_row, draft, predict, unit="seconds"), r_squared
+
+
+def write_cost(path: Path, cost: CostModel) -> None:
+    """Writes a cost model as JSON."""
+    with reported_as_user_error(f"{path}: cannot be written", OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(to_json(cost), indent=1) + "\n")
+
+
+def read_cost(path: Path) -> CostModel:
+    """Reads what `write_cost` wrote; a wrong file is a `UserError`."""
+    with reported_as_user_error(f"{path}: cannot be read", OSError, ValueError):
+        values = json.loads(path.read_text())
+    return from_json(CostModel, values, str(path))

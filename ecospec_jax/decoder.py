@@ -3,7 +3,7 @@
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from ecospec_jax.acceptance import ACCEPTANCE, Acceptance, read_acceptance
+from ecospec_jax.adaptation import Adaptation
+from ecospec_jax.calibration import Calibration
 from ecospec_jax.checkpoint import load_drafter, load_target, read_manifest
-from ecospec_jax.config import DrafterConfig, ModelConfig, SamplingConfig, SpecConfig
-from ecospec_jax.decoding import Program, StepPlan, Weights, examine
+from ecospec_jax.config import DrafterConfig, ModelConfig, RoutingShape, SamplingConfig, SpecConfig
+from ecospec_jax.cost import CostModel, byte_model
+from ecospec_jax.decoding import StepPlan, Weights, examine
 from ecospec_jax.errors import UserError
 from ecospec_jax.generation import Answer, Batch, Generation, bucket
 from ecospec_jax.methods import Method, get_method
@@ -25,6 +29,7 @@ from ecospec_jax.models.predictor import Oracle, Predictor, Previous
 from ecospec_jax.models.target import Target
 from ecospec_jax.predictor_checkpoint import load_predictors
 from ecospec_jax.profiling import StageProfiler
+from ecospec_jax.program import Program
 from ecospec_jax.sharding import Placement
 from ecospec_jax.tokenizer import Tokenizer
 
@@ -63,6 +68,8 @@ class Decoder:
         tokenizer: Tokenizer | None = None,
         predictors: Mapping[str, Predictor] | None = None,
         target_hash: str = "",
+        acceptance: Acceptance | None = None,
+        cost: CostModel | None = None,
     ) -> None:
         """Wraps models that are already loaded; `Decoder.load` is the usual way in.
 
@@ -73,15 +80,18 @@ class Decoder:
             tokenizer: None allows prompts of token ids only.
             predictors: expert predictors by name; `previous` and `oracle` need no training and are always there.
             target_hash: tells this target's weights from others (`Manifest.target_hash`); empty without a checkpoint.
+            acceptance: fitted models of the drafter's acceptance, where calibrated methods begin.
+            cost: what methods that weigh costs go by; bytes from the configurations if not given.
         """
         _enable_compilation_cache()
         self.target, self.drafter, self.tokenizer, self.eos_ids = target, drafter, tokenizer, eos_ids
-        self.target_hash = target_hash
+        self.target_hash, self.acceptance, self.cost = target_hash, acceptance, cost
         self._target_split = nnx.split(target)
         self._drafter_split = (None, None) if drafter is None else nnx.split(drafter)
         available = {"previous": Previous(), "oracle": Oracle(), **(predictors or {})}
+        self._predictor_configs = {name: getattr(one, "config", None) for name, one in available.items()}
         self._predictors = {name: nnx.split(predictor) for name, predictor in available.items()}
-        self._programs: dict[StepPlan, Program] = {}
+        self._programs: dict[tuple[StepPlan, int], Program] = {}
         self._examine = jax.jit(partial(examine, self._target_split[0]))
 
     @staticmethod
@@ -92,6 +102,7 @@ class Decoder:
         predictor: str | Path | None = None,
         dtype: jnp.dtype | str | None = None,
         placement: Placement | None = None,
+        cost: CostModel | None = None,
     ) -> "Decoder":
         """Loads what `python -m convert` wrote.
 
@@ -101,6 +112,7 @@ class Decoder:
             predictor: folder of trained expert predictors (`python -m experiments.train_predictor`).
             dtype: compute dtype of target and drafter; `default_dtype()` if not given.
             placement: devices and layout; one device if not given.
+            cost: see the constructor.
 
         Raises:
             UserError: the folder is incomplete or does not match its manifest.
@@ -112,6 +124,7 @@ class Decoder:
         head_folder = folder if drafter is None else Path(drafter)
         head_manifest = manifest if drafter is None else read_manifest(head_folder)
         head = load_drafter(head_folder, head_manifest, compute, target, placement)
+        fitted = head_folder / ACCEPTANCE
         if drafter is not None and head is None:
             raise UserError(f"{drafter}: was converted without a drafter")
         return Decoder(
@@ -123,6 +136,8 @@ class Decoder:
             if predictor is None
             else load_predictors(Path(predictor), manifest.target_hash, compute, target, placement),
             target_hash=manifest.target_hash,
+            acceptance=read_acceptance(fitted, head_manifest.drafter_hash) if fitted.exists() else None,
+            cost=cost,
         )
 
     @staticmethod
@@ -186,7 +201,7 @@ class Decoder:
         if on_text is not None and batch_size != 1:
             raise UserError("on_text needs batch size 1")
         encoded = [self.encode(prompt) for prompt in prompts]
-        program, weights = self.program(method, spec, sampling, ignore_eos=ignore_eos)
+        program, weights = self.program(method, spec, sampling, ignore_eos=ignore_eos, batch_size=batch_size)
         capacity = self._capacity(encoded, max_new_tokens, program.plan, capacity)
         seeds = _seeds(seed, len(prompts))
         generations: list[Generation] = []
@@ -252,7 +267,7 @@ class Decoder:
     ) -> dict[str, float]:
         """Median milliseconds of each stage of a step, `batch_size` times the same prompt; see `profiling`."""
         encoded = [self.encode(prompt)] * batch_size
-        program, weights = self.program(method, spec, sampling, ignore_eos=True)
+        program, weights = self.program(method, spec, sampling, ignore_eos=True, batch_size=batch_size)
         room = self.target.config.max_positions - len(encoded[0])
         new_tokens = min(room, (steps + 1) * program.plan.spec.max_emitted + 1)
         batch = Batch(
@@ -305,9 +320,18 @@ class Decoder:
         return ids
 
     def program(
-        self, method: str | Method, spec: SpecConfig, sampling: SamplingConfig, *, ignore_eos: bool = False
+        self,
+        method: str | Method,
+        spec: SpecConfig,
+        sampling: SamplingConfig,
+        *,
+        ignore_eos: bool = False,
+        batch_size: int = 1,
     ) -> tuple[Program, Weights]:
-        """The compiled step of a method, kept for the next call, and the parameters it takes."""
+        """The compiled step of a method, kept for the next call, and the parameters it takes.
+
+        What a method learns is kept with its program; `batch_size` tells such programs apart.
+        """
         chosen = get_method(method)
         if chosen.drafts and self.drafter is None:
             raise UserError(f"method '{chosen.name}' needs a drafter; this model was converted without one")
@@ -323,9 +347,32 @@ class Decoder:
         predictor_def, predictor_state = self._predictors[chosen.predictor] if chosen.predictor else (None, None)
         eos_ids = () if ignore_eos else self.eos_ids
         plan = StepPlan(target_def, drafter_def, chosen.policy, spec, sampling, eos_ids, predictor_def)
-        if plan not in self._programs:
-            self._programs[plan] = Program(plan)
-        return self._programs[plan], Weights(target_state, drafter_state, predictor_state)
+        if not chosen.learns:
+            batch_size = 0
+        else:
+            cost = self.cost_model(chosen, spec)
+            plan = replace(plan, cost=cost, calibrated=chosen.calibrated, adaptive=chosen.adaptive)
+        if (plan, batch_size) not in self._programs:
+            self._programs[plan, batch_size] = Program(plan, self._fresh(plan, batch_size) if chosen.learns else None)
+        return self._programs[plan, batch_size], Weights(target_state, drafter_state, predictor_state)
+
+    def cost_model(self, method: str | Method, spec: SpecConfig) -> CostModel:
+        """What methods that weigh costs go by: `cost` if it was given, else bytes from the configurations."""
+        if self.cost is not None:
+            return self.cost
+        chosen = get_method(method)
+        config = self._predictor_configs.get(chosen.predictor or "")
+        drafter = self.drafter.config if chosen.drafts and self.drafter is not None else None
+        return byte_model(self.target.config, self.dtype.itemsize, drafter=drafter, predictor=config, depth=spec.depth)
+
+    def _fresh(self, plan: StepPlan, batch_size: int) -> Adaptation:
+        assert plan.cost is not None
+        config, temperature = self.target.config, plan.sampling.temperature
+        calibration = Calibration.trusting()
+        if plan.calibrated and self.acceptance is not None:
+            calibration = self.acceptance.at(temperature)
+        routing = RoutingShape(len(config.moe_layers), config.num_experts, config.experts_per_token)
+        return Adaptation.fresh(plan.cost, routing, batch_size, calibration)
 
     def check_fits(self, prompt: Prompt, max_new_tokens: int, where: str) -> None:
         """Raises a `UserError` that begins with `where` if prompt and answer exceed the model's context."""

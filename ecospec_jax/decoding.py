@@ -1,4 +1,4 @@
-"""One decoding step in five stages, and the loop around it.
+"""The five stages of a decoding step, and the prefill before them.
 
     draft -> predict -> select -> verify -> commit
 
@@ -16,20 +16,31 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from ecospec_jax import expert_bits
+from ecospec_jax.adaptation import Adaptation
 from ecospec_jax.cache import KVCache, Rows, commit_path
+from ecospec_jax.calibration import calibrate
 from ecospec_jax.config import SamplingConfig, SpecConfig
+from ecospec_jax.cost import CostModel
 from ecospec_jax.metrics import Counters, ExpertUse, expert_use
 from ecospec_jax.models.drafter import Drafter
 from ecospec_jax.models.predictor import Evidence, Predictor
 from ecospec_jax.models.target import Target, TargetOutput
-from ecospec_jax.selection import ExpertForecast, Policy
+from ecospec_jax.selection import Economy, ExpertForecast, Policy
 from ecospec_jax.tree import CandidateTree, Selection, VerifyTree, empty_tree, expand_tree, verify_tree, whole_pool
 from ecospec_jax.verification import accept_path, draw_tokens
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a step does; hashable, one compilation each. Without a drafter, decoding is plain."""
+    """What a step does; hashable, one compilation each. Without a drafter, decoding is plain.
+
+    Attributes:
+        target, drafter, predictor: the models.
+        policy, spec, sampling, eos_ids: what is selected, drawn and ended.
+        cost: what the policy weighs; needed by a plan that is calibrated or adaptive.
+        calibrated: the policy sees learned acceptance probabilities instead of the drafter's.
+        adaptive: each step decides whether to draft and how many rows to verify.
+    """
 
     target: nnx.GraphDef
     drafter: nnx.GraphDef | None
@@ -38,11 +49,19 @@ class StepPlan:
     sampling: SamplingConfig
     eos_ids: tuple[int, ...]
     predictor: nnx.GraphDef | None = None
+    cost: CostModel | None = None
+    calibrated: bool = False
+    adaptive: bool = False
+
+    @property
+    def pending_slots(self) -> int:
+        """Most committed entries that wait for the drafter."""
+        return self.spec.max_emitted + (self.spec.probe_every if self.adaptive else 0)
 
     def scratch_slots(self) -> int:
         """Cache slots that a step may write behind the committed tokens."""
         pool_rows = 0 if self.predictor is None else 1 + self.spec.pool_size
-        return max(self.spec.rows, self.spec.max_emitted, (self.spec.depth - 1) * self.spec.branch, pool_rows)
+        return max(self.spec.rows, self.pending_slots, (self.spec.depth - 1) * self.spec.branch, pool_rows)
 
 
 @jax.tree_util.register_dataclass
@@ -72,6 +91,7 @@ class DecodeState:
         last_BLW: true experts of the last token in the target's cache.
         previous_BLW: true experts of all rows of the previous verification.
         counters: what has been counted.
+        adaptation: what a calibrated or adaptive plan has learned.
     """
 
     tokens_BS: Int[Array, "batch slots"]
@@ -88,6 +108,7 @@ class DecodeState:
     last_BLW: UInt32[Array, "batch layers words"]
     previous_BLW: UInt32[Array, "batch layers words"]
     counters: Counters
+    adaptation: Adaptation | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -146,6 +167,7 @@ def prefill(
     limits_B: Int[Array, " batch"],
     keys_B: Key[Array, " batch"],
     capacity: int,
+    adaptation: Adaptation | None = None,
 ) -> DecodeState:
     """Processes right-padded prompts and draws the first token of each.
 
@@ -157,6 +179,7 @@ def prefill(
         limits_B: most tokens of each sequence, prompt included; a sequence at its limit is finished from the start.
         keys_B: random keys.
         capacity: cache slots; at least `max(limits) + plan.scratch_slots()` and the bucket length.
+        adaptation: what earlier decoding has learned.
     """
     target, drafter = _target(plan, weights), _drafter(plan, weights)
     batch, bucket = prompts_BT.shape
@@ -180,7 +203,7 @@ def prefill(
     if predictor is not None and (fresh := predictor.empty_cache(batch, capacity)) is not None:
         _, predictor_cache = predictor(rows, fresh, Evidence(last_BLW, lambda _: sets_BTLW))
 
-    longest = plan.spec.max_emitted
+    longest, slots = plan.spec.max_emitted, plan.pending_slots
     features_B1F = jnp.take_along_axis(output.features_BRF, last_B11, axis=1)
     tokens_BS = jnp.pad(prompts_BT, ((0, 0), (0, capacity - bucket)))
     return DecodeState(
@@ -194,12 +217,13 @@ def prefill(
         target_cache=target_cache,
         draft_cache=draft_cache,
         predictor_cache=predictor_cache,
-        pending_tokens_BP=jnp.pad(first_B1, ((0, 0), (0, longest - 1))),
-        pending_features_BPF=jnp.pad(features_B1F, ((0, 0), (0, longest - 1), (0, 0))),
+        pending_tokens_BP=jnp.pad(first_B1, ((0, 0), (0, slots - 1))),
+        pending_features_BPF=jnp.pad(features_B1F, ((0, 0), (0, slots - 1), (0, 0))),
         pending_count_B=jnp.ones_like(lengths_B),
         last_BLW=last_BLW,
         previous_BLW=last_BLW,
         counters=Counters.zeros(batch, longest, output.expert_ids_LBRK.shape[0]),
+        adaptation=adaptation,
     )
 
 
@@ -220,22 +244,37 @@ def examine(
 def draft(plan: StepPlan, weights: Weights, state: DecodeState) -> tuple[CandidateTree, DecodeState]:
     """Catches the drafter up on the pending entries, then expands the candidate tree."""
     drafter = _drafter(plan, weights)
-    batch, longest = state.pending_tokens_BP.shape
+    batch, slots = state.pending_tokens_BP.shape
     if drafter is None:
         return empty_tree(batch), state
-    context_B = state.length_B - state.pending_count_B
-    rows = Rows(
-        tokens_BR=state.pending_tokens_BP,
-        positions_BR=context_B[:, None] + jnp.arange(longest),
-        live_BR=jnp.arange(longest) < state.pending_count_B[:, None],
-        context_B=context_B,
-        mask_BRW=_causal(batch, longest),
-    )
     assert state.draft_cache is not None
-    states_BPH, draft_cache = drafter.catch_up(rows, state.pending_features_BPF, state.draft_cache)
-    root_state_BH = jnp.take_along_axis(states_BPH, (state.pending_count_B - 1)[:, None, None], axis=1)[:, 0]
+    context_B = state.length_B - state.pending_count_B
+
+    def catch_up(entries: int, cache: KVCache) -> tuple[Array, KVCache]:
+        rows = Rows(
+            tokens_BR=state.pending_tokens_BP[:, :entries],
+            positions_BR=context_B[:, None] + jnp.arange(entries),
+            live_BR=jnp.arange(entries) < state.pending_count_B[:, None],
+            context_B=context_B,
+            mask_BRW=_causal(batch, entries),
+        )
+        states_BPH, cache = drafter.catch_up(rows, state.pending_features_BPF[:, :entries], cache)
+        last_B11 = (state.pending_count_B - 1)[:, None, None]
+        return jnp.take_along_axis(states_BPH, last_B11, axis=1)[:, 0], cache
+
+    longest = plan.spec.max_emitted
+    if slots == longest:
+        root_state_BH, draft_cache = catch_up(longest, state.draft_cache)
+    else:  # after plain steps more may wait than one step can emit
+        root_state_BH, draft_cache = lax.cond(
+            jnp.any(state.pending_count_B > longest),
+            partial(catch_up, slots),
+            partial(catch_up, longest),
+            state.draft_cache,
+        )
     tree, draft_cache = expand_tree(drafter, draft_cache, root_state_BH, state.length_B, plan.spec)
-    return tree, replace(state, draft_cache=draft_cache)
+    pending_count_B = jnp.where(state.finished_B, state.pending_count_B, 0)
+    return tree, replace(state, draft_cache=draft_cache, pending_count_B=pending_count_B)
 
 
 def predict(
@@ -260,9 +299,14 @@ def predict(
     return forecast, replace(state, predictor_cache=predictor_cache)
 
 
-def select(plan: StepPlan, tree: CandidateTree, forecast: ExpertForecast | None) -> Selection:
+def select(plan: StepPlan, state: DecodeState, tree: CandidateTree, forecast: ExpertForecast | None) -> Selection:
     """Asks the policy which nodes to verify."""
-    return plan.policy(tree, forecast, plan.spec)
+    if state.adaptation is None:
+        return plan.policy(tree, forecast, plan.spec, None)
+    assert plan.cost is not None
+    if plan.calibrated:
+        tree = calibrate(tree, state.adaptation.calibration)
+    return plan.policy(tree, forecast, plan.spec, Economy(plan.cost, state.adaptation.overall.rate))
 
 
 def verify(
@@ -298,6 +342,11 @@ def commit(plan: StepPlan, state: DecodeState, verified: Verified, forecast: Exp
 
     features_BPF = jnp.take_along_axis(verified.features_BRF, path.rows_BP[:, :, None], axis=1)
     going_B = ~state.finished_B
+    waiting_B = jnp.zeros_like(state.pending_count_B) if plan.drafter is None else state.pending_count_B
+
+    def append(old_P: Array, new_P: Array, start: Array) -> Array:
+        return lax.dynamic_update_slice_in_dim(old_P, new_P.astype(old_P.dtype), start, 0)
+
     last_row_B = jnp.take_along_axis(path.rows_BP, jnp.maximum(count_B - 1, 0)[:, None], axis=1)
     last_BLW = jnp.take_along_axis(verified.experts_BRLW, last_row_B[:, :, None, None], axis=1)[:, 0]
     predictor_cache = state.predictor_cache
@@ -311,9 +360,17 @@ def commit(plan: StepPlan, state: DecodeState, verified: Verified, forecast: Exp
         finished_B=state.finished_B | has_eos_B | (length_B + 1 >= state.limit_B),
         target_cache=commit_path(state.target_cache, state.length_B, path.rows_BP),
         predictor_cache=predictor_cache,
-        pending_tokens_BP=jnp.where(going_B[:, None], path.tokens_BP, state.pending_tokens_BP),
-        pending_features_BPF=jnp.where(going_B[:, None, None], features_BPF, state.pending_features_BPF),
-        pending_count_B=jnp.where(going_B, count_B, state.pending_count_B),
+        pending_tokens_BP=jnp.where(
+            going_B[:, None],
+            jax.vmap(append)(state.pending_tokens_BP, path.tokens_BP, waiting_B),
+            state.pending_tokens_BP,
+        ),
+        pending_features_BPF=jnp.where(
+            going_B[:, None, None],
+            jax.vmap(append)(state.pending_features_BPF, features_BPF, waiting_B),
+            state.pending_features_BPF,
+        ),
+        pending_count_B=jnp.where(going_B, waiting_B + count_B, state.pending_count_B),
         last_BLW=jnp.where(going_B[:, None, None], last_BLW, state.last_BLW),
         previous_BLW=expert_bits.union(verified.experts_BRLW, axis=1),
         counters=state.counters.add(count_B, _expert_use(verified, forecast), verified.tree.rows.live_BR),
@@ -333,38 +390,10 @@ def _expert_use(verified: Verified, forecast: ExpertForecast | None) -> ExpertUs
     return expert_use(verified.experts_BRLW, predicted_BRLW, verified.tree.rows.live_BR)
 
 
-def step(plan: StepPlan, weights: Weights, state: DecodeState) -> DecodeState:
-    """One speculative step."""
+def choose(
+    plan: StepPlan, weights: Weights, state: DecodeState
+) -> tuple[CandidateTree, ExpertForecast | None, Selection, DecodeState]:
+    """The first three stages."""
     tree, state = draft(plan, weights, state)
     forecast, state = predict(plan, weights, state, tree)
-    verified, state = verify(plan, weights, state, tree, select(plan, tree, forecast))
-    return commit(plan, state, verified, forecast)
-
-
-def decode_steps(plan: StepPlan, weights: Weights, state: DecodeState, steps: Int[Array, ""]) -> DecodeState:
-    """Up to `steps` steps, fewer once every sequence is finished."""
-
-    def going(carry: tuple[Array, DecodeState]) -> Array:
-        return (carry[0] < steps) & ~jnp.all(carry[1].finished_B)
-
-    def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
-        return carry[0] + 1, step(plan, weights, carry[1])
-
-    return lax.while_loop(going, body, (jnp.zeros((), jnp.int32), state))[1]
-
-
-class Program:
-    """The compiled functions of a plan: one compilation per (batch, bucket, capacity)."""
-
-    def __init__(self, plan: StepPlan) -> None:
-        """Nothing is compiled before the first call."""
-        self.plan = plan
-        self.prefill = jax.jit(partial(prefill, plan), static_argnames=("capacity",))
-        self.decode_steps = jax.jit(partial(decode_steps, plan), donate_argnames=("state",))
-        self._shapes: set[tuple[int, ...]] = set()
-
-    def is_new(self, shape: tuple[int, ...]) -> bool:
-        """Whether this is the first call for a (batch, bucket, capacity), which compiles."""
-        new = shape not in self._shapes
-        self._shapes.add(shape)
-        return new
+    return tree, forecast, select(plan, state, tree, forecast), state

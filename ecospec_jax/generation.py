@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ecospec_jax.decoding import DecodeState, Program, Weights
+from ecospec_jax.decoding import DecodeState, Weights
 from ecospec_jax.metrics import DecodeStats
+from ecospec_jax.program import Program
 from ecospec_jax.stopping import StopMatcher
 from ecospec_jax.tokenizer import Tokenizer
 from ecospec_jax.verification import sequence_keys
@@ -111,10 +112,12 @@ class Batch:
         arguments = (weights, jnp.array(tokens_BT), jnp.array(lengths), jnp.array(limits), keys_B)
 
         if program.is_new((batch_size, longest, capacity)):
-            warm = program.prefill(*arguments, capacity=capacity)
+            warm = program.prefill(*arguments, capacity=capacity, adaptation=program.adaptation)
             jax.block_until_ready(program.decode_steps(weights, warm, jnp.int32(0)))
         started = time.perf_counter()
-        self.state: DecodeState = jax.block_until_ready(program.prefill(*arguments, capacity=capacity))
+        self.state: DecodeState = jax.block_until_ready(
+            program.prefill(*arguments, capacity=capacity, adaptation=program.adaptation)
+        )
         self._prefill_seconds = time.perf_counter() - started
         self._decode_seconds = 0.0
         self._refresh()
@@ -127,6 +130,7 @@ class Batch:
             self._advance(steps_per_call)
             self._feed(answers)
             yield
+        self._program.adaptation = self.state.adaptation
 
     def stream(self, answer: Answer) -> Iterator[str]:
         """Decodes a batch of one step by step; yields the answer's text as it is committed."""

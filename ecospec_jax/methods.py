@@ -2,7 +2,7 @@
 
 A policy of your own makes a method of your own; `Decoder.generate(method=Method(...))` takes it:
 
-    def first_level(tree, forecast, spec):                    # arrays in, a Selection out, inside jit
+    def first_level(tree, forecast, spec, economy):           # arrays in, a Selection out, inside jit
         nodes = jnp.broadcast_to(jnp.arange(spec.budget), (tree.tokens_BN.shape[0], spec.budget))
         return Selection(nodes, jnp.full(nodes.shape[0], min(spec.budget, spec.branch)))
 
@@ -12,6 +12,7 @@ A policy of your own makes a method of your own; `Decoder.generate(method=Method
 from dataclasses import dataclass
 
 from ecospec_jax.errors import UserError
+from ecospec_jax.rate import rate
 from ecospec_jax.selection import Policy, cost_aware, likelihood
 
 
@@ -24,12 +25,21 @@ class Method:
         policy: selects the nodes to verify.
         drafts: whether the drafter runs; without it nothing is speculated.
         predictor: name of the expert predictor that informs the policy, if any.
+        calibrated: whether the policy sees learned acceptance probabilities in place of the drafter's.
+        adaptive: whether each step decides if it drafts and how many rows it verifies.
     """
 
     name: str
     policy: Policy
     drafts: bool = True
     predictor: str | None = None
+    calibrated: bool = False
+    adaptive: bool = False
+
+    @property
+    def learns(self) -> bool:
+        """Whether decoding changes what later decoding does (its speed, never its tokens)."""
+        return self.calibrated or self.adaptive
 
 
 METHODS = {
@@ -41,6 +51,10 @@ METHODS = {
         Method("ecospec-table", cost_aware, predictor="token_table"),
         Method("ecospec-frequency", cost_aware, predictor="frequency"),
         Method("ecospec-previous", cost_aware, predictor="previous"),
+        Method("ecospec-calibrated", cost_aware, predictor="backbone", calibrated=True),
+        Method("rate", rate, predictor="backbone", calibrated=True, adaptive=True),
+        Method("rate-table", rate, predictor="token_table", calibrated=True, adaptive=True),
+        Method("rate-oracle", rate, predictor="oracle", calibrated=True, adaptive=True),
         Method("oracle", cost_aware, predictor="oracle"),
     )
 }

@@ -40,7 +40,7 @@ class StageProfiler:
         for _ in range(steps + 1):
             tree, state = timed("draft", self._draft, weights, state)
             forecast, state = timed("predict", self._predict, weights, state, tree)
-            selection = timed("select", self._select, tree, forecast)
+            selection = timed("select", self._select, state, tree, forecast)
             verified, state = timed("verify", self._verify, weights, state, tree, selection)
             state = timed("commit", self._commit, state, verified, forecast)
             if state.finished_B.all():

@@ -5,7 +5,7 @@ verification; then any policy leaves the output distribution unchanged (docs/des
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from ecospec_jax import expert_bits
 from ecospec_jax.config import SpecConfig
+from ecospec_jax.cost import CostModel
 from ecospec_jax.tree import ROOT, CandidateTree, Selection
 
 
@@ -33,10 +34,30 @@ class ExpertForecast:
     buffer_BLW: UInt32[Array, "batch layers words"]
 
 
-Policy = Callable[[CandidateTree, ExpertForecast | None, SpecConfig], Selection]
+@jax.tree_util.register_dataclass
+@dataclass
+class Economy:
+    """What nodes cost, and what cost is worth.
+
+    Attributes:
+        cost: the cost model.
+        rate: tokens per unit of cost that decoding makes at present.
+    """
+
+    cost: CostModel = field(metadata={"static": True})
+    rate: Float[Array, ""]
+
+    def price(self, pairs: Int[Array, "..."], rows: Int[Array, "..."]) -> Float[Array, "..."]:
+        """Tokens that must be gained to pay for further (layer, expert) pairs and rows."""
+        return self.rate * (self.cost.per_expert * pairs + self.cost.per_row * rows)
 
 
-def likelihood(tree: CandidateTree, forecast: ExpertForecast | None, spec: SpecConfig) -> Selection:
+Policy = Callable[[CandidateTree, ExpertForecast | None, SpecConfig, Economy | None], Selection]
+
+
+def likelihood(
+    tree: CandidateTree, forecast: ExpertForecast | None, spec: SpecConfig, economy: Economy | None = None
+) -> Selection:
     """The `budget` likeliest nodes: the drafter's own rerank, the EAGLE and MTP baseline.
 
     Cumulative probability never increases along a path and ties go to the lower index, so the set is prefix-closed.
@@ -59,7 +80,9 @@ def new_experts(
     return jnp.sum(expert_bits.count(path_BNLW & ~buffer_LW), axis=-1)
 
 
-def cost_aware(tree: CandidateTree, forecast: ExpertForecast | None, spec: SpecConfig) -> Selection:
+def cost_aware(
+    tree: CandidateTree, forecast: ExpertForecast | None, spec: SpecConfig, economy: Economy | None = None
+) -> Selection:
     """EcoSpec's greedy choice: again and again the node with the best P / (new experts + eps) (arXiv 2607.12696).
 
     P is the cumulative draft probability; the new experts are those of the node's path that the buffer lacks, and join
@@ -80,7 +103,7 @@ def cost_aware(tree: CandidateTree, forecast: ExpertForecast | None, spec: SpecC
             return _greedy(parents_N[None], log_probs_N[None], path_NLW[None], buffer_LW, spec)[0]
 
         chosen_BN = jax.vmap(alone)(tree.parents_BN, tree.log_probs_BN, path_BNLW, forecast.buffer_BLW)
-    return _selection(chosen_BN, spec.budget)
+    return selection_of(chosen_BN, spec.budget)
 
 
 def _greedy(
@@ -109,7 +132,7 @@ def _greedy(
     return lax.fori_loop(0, spec.budget * batch, pick, (nothing_BN, buffer_LW))[0]
 
 
-def _selection(chosen_BN: Bool[Array, "batch nodes"], budget: int) -> Selection:
+def selection_of(chosen_BN: Bool[Array, "batch nodes"], budget: int) -> Selection:
     """Chosen nodes as ascending indices."""
     nodes = chosen_BN.shape[1]
     index_BN = jnp.where(chosen_BN, jnp.arange(nodes), nodes)

@@ -7,9 +7,10 @@ from flax import nnx
 
 from ecospec_jax import Decoder
 from ecospec_jax.config import Eagle3Config, Qwen3MoeConfig, RopeConfig, SamplingConfig, SpecConfig
-from ecospec_jax.decoding import Program, StepPlan, Weights
+from ecospec_jax.decoding import StepPlan, Weights
 from ecospec_jax.models.eagle3 import Eagle3
 from ecospec_jax.models.qwen3_moe import Qwen3Moe
+from ecospec_jax.program import Program
 from ecospec_jax.selection import likelihood
 from tests import tiny
 

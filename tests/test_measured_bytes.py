@@ -8,9 +8,10 @@ import pytest
 from ecospec_jax.checkpoint import parameters
 from ecospec_jax.config import SpecConfig
 from ecospec_jax.cost import byte_model
-from ecospec_jax.decoding import Program, Weights
+from ecospec_jax.decoding import Weights
 from ecospec_jax.kernels import native
 from ecospec_jax.metrics import Counters
+from ecospec_jax.program import Program
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason=f"no C++ routines: {native.unavailable()}")

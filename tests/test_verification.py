@@ -18,7 +18,8 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopK
 
 from ecospec_jax.cache import Rows
 from ecospec_jax.config import SamplingConfig, SpecConfig
-from ecospec_jax.decoding import Program, StepPlan, Weights
+from ecospec_jax.decoding import StepPlan, Weights
+from ecospec_jax.program import Program
 from ecospec_jax.selection import likelihood
 from ecospec_jax.tree import ROOT, Selection, VerifyTree, build_tree, verify_tree
 from ecospec_jax.verification import accept_path, draw_tokens, processed_logits, sequence_keys

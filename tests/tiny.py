@@ -18,11 +18,12 @@ from flax import nnx
 from ecospec_jax.cache import KVCache, Rows
 from ecospec_jax.checkpoint import parameters
 from ecospec_jax.config import Eagle3Config, Qwen3MoeConfig, RopeConfig, SamplingConfig, SpecConfig
-from ecospec_jax.decoding import DecodeState, Program, StepPlan, Verified, Weights, commit, draft, select, verify
+from ecospec_jax.decoding import DecodeState, StepPlan, Verified, Weights, commit, draft, select, verify
 from ecospec_jax.generation import Answer, Batch, Generation
 from ecospec_jax.metrics import DecodeStats
 from ecospec_jax.models.eagle3 import Eagle3
 from ecospec_jax.models.qwen3_moe import Qwen3Moe
+from ecospec_jax.program import Program
 from ecospec_jax.selection import Policy, likelihood
 from ecospec_jax.tokenizer import TextStream
 from ecospec_jax.tree import CandidateTree, Selection
@@ -282,7 +283,7 @@ def observer(plan: StepPlan) -> Callable[[Weights, DecodeState], Observed]:
 
     def observe(weights: Weights, state: DecodeState) -> Observed:
         tree, drafted = draft(plan, weights, state)
-        selection = select(plan, tree, None)
+        selection = select(plan, drafted, tree, None)
         verified, checked = verify(plan, weights, drafted, tree, selection)
         path = accept_path(verified.tree, verified.drawn_BR, plan.spec.max_emitted)
         return Observed(tree, selection, verified, path, commit(plan, checked, verified, None))

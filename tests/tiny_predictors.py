@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ecospec_jax import decoding, expert_bits
+from ecospec_jax import decoding, expert_bits, program
 from ecospec_jax.cache import KVCache, Rows
 from ecospec_jax.checkpoint import (
     FORMAT,
@@ -158,7 +158,7 @@ def make_weights(
 
 
 _prefill = jax.jit(decoding.prefill, static_argnames=("plan", "capacity"))
-_decode_steps = jax.jit(decoding.decode_steps, static_argnames="plan")
+_decode_steps = jax.jit(program.decode_steps, static_argnames="plan")
 
 
 def prefilled(
@@ -225,7 +225,7 @@ jax.tree_util.register_dataclass(Observed)
 def _observe(plan: StepPlan, weights: Weights, state: DecodeState) -> Observed:
     tree, drafted = decoding.draft(plan, weights, state)
     forecast, predicted = decoding.predict(plan, weights, drafted, tree)
-    selection = decoding.select(plan, tree, forecast)
+    selection = decoding.select(plan, state, tree, forecast)
     verified, checked = decoding.verify(plan, weights, predicted, tree, selection)
     return Observed(tree, forecast, selection, verified, decoding.commit(plan, checked, verified, forecast))
 

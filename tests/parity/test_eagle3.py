@@ -11,8 +11,9 @@ from flax import nnx
 
 from ecospec_jax.cache import Rows
 from ecospec_jax.config import Eagle3Config, Qwen3MoeConfig, RopeConfig, SamplingConfig, SpecConfig
-from ecospec_jax.decoding import Program, StepPlan, Weights, draft
+from ecospec_jax.decoding import StepPlan, Weights, draft
 from ecospec_jax.models.eagle3 import Eagle3
+from ecospec_jax.program import Program
 from ecospec_jax.selection import likelihood
 from tests import tiny
 from tests.parity.compare import Tree, assert_close, causal_rows, relative_error

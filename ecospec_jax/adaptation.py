@@ -1,0 +1,109 @@
+"""What decoding learns about itself: the rate it makes, whether drafting pays, how likely drafts are accepted.
+
+Nothing here can change the output, only its speed: the sets of verified nodes depend on committed tokens alone.
+"""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ecospec_jax.calibration import Calibration
+from ecospec_jax.config import RoutingShape, SpecConfig
+from ecospec_jax.cost import CostModel
+
+MEMORY = 256.0  # steps that running sums look back
+TRIAL = 16  # steps drafted before drafting is judged
+_PRIOR_STEPS = 4.0  # plain steps that the warm start counts for
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Ledger:
+    """Running sums of tokens and of what they cost; older steps fade."""
+
+    tokens: Float[Array, ""]
+    cost: Float[Array, ""]
+
+    @property
+    def rate(self) -> Float[Array, ""]:
+        """Tokens per unit of cost."""
+        return self.tokens / jnp.maximum(self.cost, 1e-30)
+
+    def add(self, tokens: Array, cost: Array) -> "Ledger":
+        """One more step."""
+        keep = 1 - 1 / MEMORY
+        return Ledger(self.tokens * keep + tokens, self.cost * keep + cost)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Adaptation:
+    """Estimates that steps update.
+
+    Attributes:
+        calibration: of the acceptance probabilities.
+        overall: all steps; its rate is the one that selection weighs cost with.
+        drafted: the steps that drafted.
+        undrafted: the same steps, had they been plain: one token a sequence at the cost of the roots alone.
+        trials: steps that drafted, up to `TRIAL`.
+        idle: steps since the last that drafted.
+    """
+
+    calibration: Calibration
+    overall: Ledger
+    drafted: Ledger
+    undrafted: Ledger
+    trials: Int[Array, ""]
+    idle: Int[Array, ""]
+
+    @staticmethod
+    def fresh(cost: CostModel, routing: RoutingShape, batch: int, calibration: Calibration) -> "Adaptation":
+        """Before the first step: the rate of plain decoding, if routing were uniform."""
+        absent = (1 - routing.k / routing.experts) ** batch
+        plain = cost.step(routing.experts * (1 - absent), rows=batch)
+        nothing = Ledger(jnp.zeros(()), jnp.zeros(()))
+        overall = Ledger(jnp.float32(_PRIOR_STEPS * batch), jnp.float32(_PRIOR_STEPS * plain))
+        return Adaptation(calibration, overall, nothing, nothing, jnp.int32(0), jnp.int32(0))
+
+    def drafts(self, spec: SpecConfig) -> Bool[Array, ""]:
+        """Whether to draft: while it is on trial, while it pays, and now and then to see whether it does again."""
+        pays = self.drafted.rate >= self.undrafted.rate
+        return (self.trials < TRIAL) | pays | (self.idle >= spec.probe_every)
+
+    def observe(
+        self,
+        cost: CostModel,
+        *,
+        drafted: Bool[Array, ""],
+        emitted: Int[Array, ""],
+        sequences: Int[Array, ""],
+        pairs: Int[Array, ""],
+        rows: Int[Array, ""],
+        root_pairs: Int[Array, ""],
+    ) -> "Adaptation":
+        """Books one step.
+
+        Args:
+            cost: the cost model.
+            drafted: whether the step drafted.
+            emitted: tokens of all sequences.
+            sequences: sequences that took part; a step without any changes nothing.
+            pairs: distinct (layer, expert) pairs that the verification touched.
+            rows: live rows of the verification.
+            root_pairs: distinct pairs of the roots alone.
+        """
+        verification = cost.fixed + cost.per_expert * pairs + cost.per_row * rows
+        spent = verification + jnp.where(drafted, cost.draft + cost.predict, 0.0)
+        plain = cost.fixed + cost.per_expert * root_pairs + cost.per_row * sequences
+        after = replace(self, overall=self.overall.add(emitted, spent), idle=self.idle + 1)
+        if_drafted = replace(
+            after,
+            drafted=self.drafted.add(emitted, spent),
+            undrafted=self.undrafted.add(sequences, plain),
+            trials=jnp.minimum(self.trials + 1, TRIAL),
+            idle=jnp.int32(0),
+        )
+        chosen = jax.tree.map(lambda yes, no: jnp.where(drafted, yes, no), if_drafted, after)
+        return jax.tree.map(lambda new, old: jnp.where(sequences > 0, new, old), chosen, self)

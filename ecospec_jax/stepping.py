@@ -1,0 +1,102 @@
+"""One decoding step from its stages: fixed, or deciding for itself whether to draft and how many rows to verify."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from ecospec_jax import expert_bits
+from ecospec_jax.calibration import edge_features, learn, outcomes
+from ecospec_jax.decoding import DecodeState, StepPlan, Verified, Weights, choose, commit, verify
+from ecospec_jax.selection import ExpertForecast
+from ecospec_jax.tree import CandidateTree, Selection
+from ecospec_jax.verification import accept_path
+
+
+def step(plan: StepPlan, weights: Weights, state: DecodeState) -> DecodeState:
+    """One speculative step."""
+    if plan.adaptive:
+        return adaptive_step(plan, weights, state)
+    tree, forecast, selection, chosen = choose(plan, weights, state)
+    verified, checked = verify(plan, weights, chosen, tree, selection)
+    after = commit(plan, checked, verified, forecast)
+    return after if state.adaptation is None else adapt(plan, state, after, tree, verified, jnp.array(True))
+
+
+def adapt(
+    plan: StepPlan, before: DecodeState, after: DecodeState, tree: CandidateTree, verified: Verified, drafted: Array
+) -> DecodeState:
+    """Books what a step cost and gave, and learns from the outcomes that it revealed."""
+    adaptation, cost = after.adaptation, plan.cost
+    assert adaptation is not None and cost is not None
+    live_BR = verified.tree.rows.live_BR
+    if plan.calibrated:
+        path = accept_path(verified.tree, verified.drawn_BR, plan.spec.max_emitted)
+        seen = outcomes(tree, path, verified.tree.pool_rows_BR, live_BR[:, 0] & drafted)
+        learned = learn(adaptation.calibration, edge_features(tree), seen)
+        adaptation = replace(adaptation, calibration=learned)
+    used_BRLW = jnp.where(live_BR[..., None, None], verified.experts_BRLW, jnp.uint32(0))
+    return replace(
+        after,
+        adaptation=adaptation.observe(
+            cost,
+            drafted=drafted,
+            emitted=jnp.sum(after.length_B - before.length_B),
+            sequences=jnp.sum(live_BR[:, 0]),
+            pairs=jnp.sum(expert_bits.count(expert_bits.union(used_BRLW, axis=(0, 1)))),
+            rows=jnp.sum(live_BR),
+            root_pairs=jnp.sum(expert_bits.count(expert_bits.union(used_BRLW[:, 0], axis=0))),
+        ),
+    )
+
+
+def adaptive_step(plan: StepPlan, weights: Weights, state: DecodeState) -> DecodeState:
+    """One step that decides whether to draft, and how many rows the target processes."""
+    assert state.adaptation is not None
+    decide = partial(choose, plan, weights)
+
+    def rest(state: DecodeState) -> tuple[CandidateTree, ExpertForecast | None, Selection, DecodeState]:
+        nothing = jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), jax.eval_shape(decide, state)[:3])
+        return *nothing, state
+
+    drafted = state.adaptation.drafts(plan.spec)
+    tree, forecast, selection, chosen = lax.cond(drafted, decide, rest, state)
+    counts = sorted({count for count in plan.spec.row_counts if count < plan.spec.rows} | {plan.spec.rows})
+    needed = 1 + jnp.max(jnp.where(state.finished_B, 0, selection.count_B))
+
+    def verify_rows(rows: int, state: DecodeState) -> tuple[Verified, DecodeState]:
+        fewer = replace(selection, nodes_BM=selection.nodes_BM[:, : rows - 1])
+        verified, state = verify(plan, weights, state, tree, fewer)
+        return _with_rows(verified, plan.spec.rows), state
+
+    verified, checked = lax.switch(
+        jnp.searchsorted(jnp.array(counts), needed), [partial(verify_rows, count) for count in counts], chosen
+    )
+    after = commit(plan, checked, verified, forecast)
+    return adapt(plan, state, after, tree, verified, drafted)
+
+
+def _with_rows(verified: Verified, rows: int) -> Verified:
+    """The same with dead rows behind, so that every count of rows has one shape."""
+    more = rows - verified.drawn_BR.shape[1]
+
+    def pad(part: Array, axes: tuple[int, ...] = (1,)) -> Array:
+        return jnp.pad(part, [(0, more if axis in axes else 0) for axis in range(part.ndim)])
+
+    tree, own = verified.tree, verified.tree.rows
+    padded = replace(
+        own,
+        tokens_BR=pad(own.tokens_BR),
+        positions_BR=pad(own.positions_BR),
+        live_BR=pad(own.live_BR),
+        mask_BRW=pad(own.mask_BRW, (1, 2)),
+    )
+    return Verified(
+        tree=replace(tree, rows=padded, parent_rows_BR=pad(tree.parent_rows_BR), pool_rows_BR=pad(tree.pool_rows_BR)),
+        features_BRF=pad(verified.features_BRF),
+        experts_BRLW=pad(verified.experts_BRLW),
+        drawn_BR=pad(verified.drawn_BR),
+    )
