@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jaxtyping import Array
@@ -80,7 +81,7 @@ class RowOp:
     def _abstract(self, *leaves: Any, treedef: Any, static: Any) -> Any:
         rows, weights = jax.tree.unflatten(treedef, leaves)
         shape = jax.eval_shape(functools.partial(self._reference, **dict(static)), *rows, weights)
-        return jax.core.ShapedArray(shape.shape, shape.dtype)
+        return ShapedArray(shape.shape, shape.dtype)
 
     def _batchable(self, static: Any) -> Callable[..., Array]:
         @jax.custom_batching.custom_vmap

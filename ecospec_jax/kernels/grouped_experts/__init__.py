@@ -1,7 +1,5 @@
 """The expert layer: each row through its own experts, at the cost of the distinct experts only."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -60,9 +58,11 @@ def grouped_experts(
     return _op(rows, experts, activation=activation, backend=backend)
 
 
-def _reference(*arguments: Any, activation: Activation, backend: str | None) -> Float[Array, "rows hidden"]:
+def _reference(
+    x_TD: Array, ids_TK: Array, weights_TK: Array, experts: ExpertWeights, activation: Activation, backend: str | None
+) -> Float[Array, "rows hidden"]:
     del backend
-    return reference.grouped_experts(*arguments, activation)
+    return reference.grouped_experts(x_TD, ids_TK, weights_TK, experts, activation)
 
 
 _op = RowOp("grouped_experts", implement, _reference)

@@ -24,10 +24,8 @@ def grouped_experts(
     """
     native.library()
     flat, first = experts.flat()
-    gate, up = flat.gate_up if isinstance(flat.gate_up, tuple) else (flat.gate_up, None)
-    gate_bias, up_bias = flat.gate_up_bias if isinstance(flat.gate_up_bias, tuple) else (flat.gate_up_bias, None)
     absent = jnp.zeros((0,), jnp.float32)
-    parts = ((gate, gate_bias), (up, up_bias), (flat.down, flat.down_bias))
+    parts = [*flat.gate_up_parts, *[(None, None)] * (not experts.split), (flat.down, flat.down_bias)]
     weights = [
         array for matrix, bias in parts for array in (*native.operands(matrix), absent if bias is None else bias)
     ]

@@ -24,15 +24,9 @@ def grouped_experts(
         y = jnp.einsum(subscripts, x, matrix.widen())
         return y if bias is None else y + bias.astype(jnp.float32)
 
-    def gate_up(matrix: Matrix, bias: Array | None) -> Array:
-        return project(x_TD.astype(jnp.float32), "td,efd->tef", matrix, bias)
-
-    if isinstance(own.gate_up, tuple):
-        biases = own.gate_up_bias or (None, None)
-        gate_TEF, up_TEF = (gate_up(matrix, bias) for matrix, bias in zip(own.gate_up, biases, strict=True))
-    else:
-        rows = gate_up(own.gate_up, own.gate_up_bias)
-        gate_TEF, up_TEF = rows[..., 0::2], rows[..., 1::2]
+    x_TD32 = x_TD.astype(jnp.float32)
+    parts = [project(x_TD32, "td,efd->tef", *part) for part in own.gate_up_parts]
+    gate_TEF, up_TEF = experts.gate_and_up(parts)
     y_TED = project(activation(gate_TEF, up_TEF), "tef,edf->ted", own.down, own.down_bias)
 
     # No expert equals an id outside 0..E-1, which is what "skipped" means.

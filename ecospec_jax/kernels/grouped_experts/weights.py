@@ -1,5 +1,6 @@
 """The experts of one layer, or of all layers with the index of one."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
@@ -32,6 +33,22 @@ class ExpertWeights:
     def split(self) -> bool:
         """Whether gate and up are two matrices; else their rows alternate in one."""
         return isinstance(self.gate_up, tuple)
+
+    @property
+    def gate_up_parts(self) -> tuple[tuple[Matrix, Float[Array, "..."] | None], ...]:
+        """(matrix, bias) of gate and of up, or of the one matrix that holds both."""
+        if isinstance(self.gate_up, tuple):
+            biases = self.gate_up_bias if isinstance(self.gate_up_bias, tuple) else (None, None)
+            return tuple(zip(self.gate_up, biases, strict=True))
+        assert not isinstance(self.gate_up_bias, tuple)
+        return ((self.gate_up, self.gate_up_bias),)
+
+    @staticmethod
+    def gate_and_up(rows: Sequence[Float[Array, "..."]]) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+        """Gate and up from the products of `gate_up_parts`, whose last dimension is the parts' rows."""
+        if len(rows) == 2:
+            return rows[0], rows[1]
+        return rows[0][..., 0::2], rows[0][..., 1::2]
 
     @property
     def count(self) -> int:

@@ -45,12 +45,7 @@ def grouped_experts(
             return y if bias is None else y + bias[expert].astype(jnp.float32)
 
         x_MD = x_padded[rows_M]
-        if isinstance(flat.gate_up, tuple):
-            biases = flat.gate_up_bias or (None, None)
-            gate_MF, up_MF = (project(x_MD, *part) for part in zip(flat.gate_up, biases, strict=True))
-        else:
-            both = project(x_MD, flat.gate_up, flat.gate_up_bias)
-            gate_MF, up_MF = both[:, 0::2], both[:, 1::2]
+        gate_MF, up_MF = experts.gate_and_up([project(x_MD, *part) for part in flat.gate_up_parts])
         y_MD = project(activation(gate_MF, up_MF), flat.down, flat.down_bias)
         return y_TD.at[rows_M].add(y_MD * blocks.weights_NM[block][:, None], mode="drop")
 

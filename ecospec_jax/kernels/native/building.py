@@ -7,10 +7,10 @@ import shutil
 import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
-import jaxlib
 
 _SOURCES = Path(__file__).parent / "src"
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-w")
@@ -64,8 +64,8 @@ def build() -> Path:
     key = hashlib.sha256()
     for path in sorted(_SOURCES.iterdir()):
         key.update(path.name.encode() + path.read_bytes())
-    version = subprocess.run([cxx, "--version"], capture_output=True, text=True).stdout
-    for part in (cxx, version, platform.machine(), jaxlib.__version__, repr((_FLAGS, _FILE_FLAGS))):
+    told = subprocess.run([cxx, "--version"], capture_output=True, text=True).stdout
+    for part in (cxx, told, platform.machine(), version("jaxlib"), repr((_FLAGS, _FILE_FLAGS))):
         key.update(part.encode())
     target = cache_folder() / f"routines-{key.hexdigest()[:16]}.so"
     if target.exists():
