@@ -44,6 +44,8 @@ class AcceptanceFit:
             raise UserError(f"an acceptance model has {size} weights and {size} x {size} precisions")
         if not (np.isfinite(self.weights).all() and np.isfinite(self.precision).all()):
             raise UserError("an acceptance model holds numbers that are not finite")
+        if not (np.linalg.eigvalsh(self.precision) > 0).all():
+            raise UserError("the precision of an acceptance model must be positive definite")
         if self.weights[FEATURES.index("logit")] < 0:
             raise UserError("an acceptance model must rise with the drafter's probability")
 

@@ -13,7 +13,8 @@ from ecospec_jax.calibration import Calibration
 from ecospec_jax.config import RoutingShape, SpecConfig
 from ecospec_jax.cost import CostModel
 
-MEMORY = 256.0  # steps that running sums look back
+MEMORY = 256.0  # steps that the overall rate looks back
+DRAFT_MEMORY = 64.0  # steps that drafting is judged by: shorter, so that it ends soon where it stops paying
 TRIAL = 16  # steps drafted before drafting is judged
 _PRIOR_STEPS = 4.0  # plain steps that the warm start counts for
 
@@ -31,9 +32,9 @@ class Ledger:
         """Tokens per unit of cost."""
         return self.tokens / jnp.maximum(self.cost, 1e-30)
 
-    def add(self, tokens: Array, cost: Array) -> "Ledger":
+    def add(self, tokens: Array, cost: Array, memory: float = MEMORY) -> "Ledger":
         """One more step."""
-        keep = 1 - 1 / MEMORY
+        keep = 1 - 1 / memory
         return Ledger(self.tokens * keep + tokens, self.cost * keep + cost)
 
 
@@ -100,8 +101,8 @@ class Adaptation:
         after = replace(self, overall=self.overall.add(emitted, spent), idle=self.idle + 1)
         if_drafted = replace(
             after,
-            drafted=self.drafted.add(emitted, spent),
-            undrafted=self.undrafted.add(sequences, plain),
+            drafted=self.drafted.add(emitted, spent, DRAFT_MEMORY),
+            undrafted=self.undrafted.add(sequences, plain, DRAFT_MEMORY),
             trials=jnp.minimum(self.trials + 1, TRIAL),
             idle=jnp.int32(0),
         )

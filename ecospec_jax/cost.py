@@ -1,6 +1,7 @@
 """What a step costs, in bytes from the configurations or in seconds from measurements (docs/design.md section 4)."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,11 +49,11 @@ class CostModel:
 
     def __post_init__(self) -> None:
         for name in ("fixed", "per_expert"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"cost model: {name} must be positive, not {getattr(self, name)}")
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"cost model: {name} must be positive and finite, not {getattr(self, name)}")
         for name in ("per_row", "draft", "predict"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"cost model: {name} must not be negative, not {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"cost model: {name} must be finite and not negative, not {getattr(self, name)}")
         if self.moe_layers < 1:
             raise UserError(f"cost model: moe_layers must be at least 1, not {self.moe_layers}")
 
@@ -132,6 +133,8 @@ def fit_seconds(
     """
     from scipy.optimize import nnls
 
+    if len(set(pairs)) < 2:
+        raise UserError("cost model: the measurements do not differ in the experts they touch")
     y = np.asarray(seconds, np.float64)
     design = np.stack([np.ones_like(y), np.asarray(pairs, np.float64), np.asarray(rows, np.float64)], axis=1)
     scale = np.maximum(design.max(axis=0), 1e-30)

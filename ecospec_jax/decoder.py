@@ -362,7 +362,7 @@ class Decoder:
             return self.cost
         chosen = get_method(method)
         config = self._predictor_configs.get(chosen.predictor or "")
-        drafter = self.drafter.config if chosen.drafts and self.drafter is not None else None
+        drafter = getattr(self.drafter, "config", None) if chosen.drafts else None
         return byte_model(self.target.config, self.dtype.itemsize, drafter=drafter, predictor=config, depth=spec.depth)
 
     def _fresh(self, plan: StepPlan, batch_size: int) -> Adaptation:

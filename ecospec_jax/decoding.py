@@ -6,8 +6,10 @@ Plain decoding is the same step with an empty tree, so every method runs the sam
 functions are pure: a `StepPlan` (static) and `Weights` say what runs, a `DecodeState` goes in and comes out.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,8 @@ from ecospec_jax.models.target import Target, TargetOutput
 from ecospec_jax.selection import Economy, ExpertForecast, Policy
 from ecospec_jax.tree import CandidateTree, Selection, VerifyTree, empty_tree, expand_tree, verify_tree, whole_pool
 from ecospec_jax.verification import accept_path, draw_tokens
+
+Carry = TypeVar("Carry")
 
 
 @dataclass(frozen=True)
@@ -55,8 +59,9 @@ class StepPlan:
 
     @property
     def pending_slots(self) -> int:
-        """Most committed entries that wait for the drafter."""
-        return self.spec.max_emitted + (self.spec.probe_every if self.adaptive else 0)
+        """Room for the committed entries that wait for the drafter: each step appends `max_emitted`, meant or not."""
+        plain = self.spec.probe_every if self.adaptive else 0  # steps since the last that drafted
+        return self.spec.max_emitted * (2 if plain else 1) + max(plain - 1, 0)
 
     def scratch_slots(self) -> int:
         """Cache slots that a step may write behind the committed tokens."""
@@ -241,6 +246,16 @@ def examine(
     return target.logits(last_BD), output.expert_ids_LBRK
 
 
+def once_if(condition: Bool[Array, ""], function: Callable[[Carry], Carry], carry: Carry) -> Carry:
+    """`function(carry)` or `carry`: a loop of at most one turn, since XLA copies caches that a conditional changes."""
+    return lax.while_loop(lambda c: c[0], lambda c: (jnp.array(False), function(c[1])), (condition, carry))[1]
+
+
+def zeros_like_result(function: Callable[..., Carry], *arguments: object) -> Carry:
+    """Zeros of the shapes that `function` would return."""
+    return jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), jax.eval_shape(function, *arguments))
+
+
 def draft(plan: StepPlan, weights: Weights, state: DecodeState) -> tuple[CandidateTree, DecodeState]:
     """Catches the drafter up on the pending entries, then expands the candidate tree."""
     drafter = _drafter(plan, weights)
@@ -266,15 +281,44 @@ def draft(plan: StepPlan, weights: Weights, state: DecodeState) -> tuple[Candida
     if slots == longest:
         root_state_BH, draft_cache = catch_up(longest, state.draft_cache)
     else:  # after plain steps more may wait than one step can emit
-        root_state_BH, draft_cache = lax.cond(
-            jnp.any(state.pending_count_B > longest),
-            partial(catch_up, slots),
-            partial(catch_up, longest),
-            state.draft_cache,
-        )
+        many = jnp.any(state.pending_count_B > longest)
+        caught_up = (zeros_like_result(partial(catch_up, longest), state.draft_cache)[0], state.draft_cache)
+        for entries, condition in ((longest, ~many), (slots, many)):
+            caught_up = once_if(condition, lambda carry, entries=entries: catch_up(entries, carry[1]), caught_up)
+        root_state_BH, draft_cache = caught_up
     tree, draft_cache = expand_tree(drafter, draft_cache, root_state_BH, state.length_B, plan.spec)
     pending_count_B = jnp.where(state.finished_B, state.pending_count_B, 0)
     return tree, replace(state, draft_cache=draft_cache, pending_count_B=pending_count_B)
+
+
+def remind(plan: StepPlan, weights: Weights, state: DecodeState) -> DecodeState:
+    """Catches the predictor up on the tokens of plain steps, which it has not seen; they wait for the drafter too."""
+    predictor = _predictor(plan, weights)
+    if predictor is None or state.predictor_cache is None or state.adaptation is None or not plan.adaptive:
+        return state
+    batch, slots = state.pending_tokens_BP.shape
+    first_B = state.length_B - state.pending_count_B + 1
+    rows = Rows(
+        tokens_BR=state.pending_tokens_BP,
+        positions_BR=first_B[:, None] + jnp.arange(slots),
+        live_BR=jnp.arange(slots) < state.pending_count_B[:, None] - 1,  # the last is the root
+        context_B=first_B,
+        mask_BRW=_causal(batch, slots),
+    )
+    evidence = _evidence(plan, weights, state)
+    caught_up = once_if(
+        state.adaptation.idle > 0, lambda cache: predictor(rows, cache, evidence)[1], state.predictor_cache
+    )
+    return replace(state, predictor_cache=caught_up)
+
+
+def _evidence(plan: StepPlan, weights: Weights, state: DecodeState) -> Evidence:
+    target = _target(plan, weights)
+
+    def true_routing(rows: Rows) -> UInt32[Array, "batch rows layers words"]:
+        return _expert_sets(target, target(rows, state.target_cache, ())[0])
+
+    return Evidence(state.last_BLW, true_routing)
 
 
 def predict(
@@ -284,13 +328,8 @@ def predict(
     predictor = _predictor(plan, weights)
     if predictor is None:
         return None, state
-    target = _target(plan, weights)
     rows = verify_tree(tree, whole_pool(tree), _roots(state), state.length_B, state.finished_B).rows
-
-    def true_routing(rows: Rows) -> UInt32[Array, "batch rows layers words"]:
-        return _expert_sets(target, target(rows, state.target_cache, ())[0])
-
-    sets_BRLW, predictor_cache = predictor(rows, state.predictor_cache, Evidence(state.last_BLW, true_routing))
+    sets_BRLW, predictor_cache = predictor(rows, state.predictor_cache, _evidence(plan, weights, state))
     sets_BRLW = jnp.where(state.finished_B[:, None, None, None], jnp.uint32(0), sets_BRLW)
     root_BLW = sets_BRLW[:, 0]
     previous_BLW = jnp.where(state.finished_B[:, None, None], jnp.uint32(0), state.previous_BLW)
@@ -394,6 +433,6 @@ def choose(
     plan: StepPlan, weights: Weights, state: DecodeState
 ) -> tuple[CandidateTree, ExpertForecast | None, Selection, DecodeState]:
     """The first three stages."""
-    tree, state = draft(plan, weights, state)
+    tree, state = draft(plan, weights, remind(plan, weights, state))
     forecast, state = predict(plan, weights, state, tree)
     return tree, forecast, select(plan, state, tree, forecast), state

@@ -3,16 +3,23 @@
 from dataclasses import replace
 from functools import partial
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array
 
 from ecospec_jax import expert_bits
 from ecospec_jax.calibration import edge_features, learn, outcomes
-from ecospec_jax.decoding import DecodeState, StepPlan, Verified, Weights, choose, commit, verify
-from ecospec_jax.selection import ExpertForecast
-from ecospec_jax.tree import CandidateTree, Selection
+from ecospec_jax.decoding import (
+    DecodeState,
+    StepPlan,
+    Verified,
+    Weights,
+    choose,
+    commit,
+    once_if,
+    verify,
+    zeros_like_result,
+)
+from ecospec_jax.tree import CandidateTree
 from ecospec_jax.verification import accept_path
 
 
@@ -58,23 +65,21 @@ def adaptive_step(plan: StepPlan, weights: Weights, state: DecodeState) -> Decod
     assert state.adaptation is not None
     decide = partial(choose, plan, weights)
 
-    def rest(state: DecodeState) -> tuple[CandidateTree, ExpertForecast | None, Selection, DecodeState]:
-        nothing = jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), jax.eval_shape(decide, state)[:3])
-        return *nothing, state
-
     drafted = state.adaptation.drafts(plan.spec)
-    tree, forecast, selection, chosen = lax.cond(drafted, decide, rest, state)
-    counts = sorted({count for count in plan.spec.row_counts if count < plan.spec.rows} | {plan.spec.rows})
-    needed = 1 + jnp.max(jnp.where(state.finished_B, 0, selection.count_B))
+    nothing = zeros_like_result(decide, state)[:3]
+    tree, forecast, selection, chosen = once_if(drafted, lambda carry: decide(carry[3]), (*nothing, state))
 
     def verify_rows(rows: int, state: DecodeState) -> tuple[Verified, DecodeState]:
         fewer = replace(selection, nodes_BM=selection.nodes_BM[:, : rows - 1])
         verified, state = verify(plan, weights, state, tree, fewer)
         return _with_rows(verified, plan.spec.rows), state
 
-    verified, checked = lax.switch(
-        jnp.searchsorted(jnp.array(counts), needed), [partial(verify_rows, count) for count in counts], chosen
-    )
+    counts = sorted({count for count in plan.spec.row_counts if count < plan.spec.rows} | {plan.spec.rows})
+    least = jnp.searchsorted(jnp.array(counts), 1 + jnp.max(jnp.where(state.finished_B, 0, selection.count_B)))
+    checked = (zeros_like_result(partial(verify_rows, plan.spec.rows), chosen)[0], chosen)
+    for index, count in enumerate(counts):
+        checked = once_if(least == index, lambda carry, count=count: verify_rows(count, carry[1]), checked)
+    verified, checked = checked
     after = commit(plan, checked, verified, forecast)
     return adapt(plan, state, after, tree, verified, drafted)
 

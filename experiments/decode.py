@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ecospec_jax import Decoder, Generation, SamplingConfig, SpecConfig, UserError
-from ecospec_jax.cost import ByteModel, byte_model
+from ecospec_jax.cost import CostModel, byte_model, read_cost
 from ecospec_jax.errors import reported_as_user_error, run_command
 from ecospec_jax.methods import get_method
 from ecospec_jax.metrics import DecodeStats
@@ -43,6 +43,9 @@ class Settings:
     """Instead of a target: random weights of this published shape, e.g. qwen3-30b-a3b; text becomes UTF-8 bytes."""
     layers: int | None = None
     """With random weights: number of layers."""
+    cost: Path | None = None
+    """Cost model that `python -m experiments.fit_cost` wrote, for methods that weigh costs (rate, rate-table); without
+    it they weigh bytes."""
     prompts: Path | None = None
     """Prompt file, one JSON object a line: {"id", "turns": [..], "answer"?}."""
     text: str | None = None
@@ -116,6 +119,16 @@ class Settings:
 
 
 def load_decoder(settings: Settings) -> Decoder:
+    decoder = _load_models(settings)
+    if settings.cost is not None:
+        decoder.cost = read_cost(settings.cost)
+        layers = len(decoder.target.config.moe_layers)
+        if decoder.cost.moe_layers != layers:
+            raise UserError(f"{settings.cost}: of a model with {decoder.cost.moe_layers} MoE layers, not {layers}")
+    return decoder
+
+
+def _load_models(settings: Settings) -> Decoder:
     dtype = None if settings.dtype == "auto" else jnp.dtype(settings.dtype)
     if (settings.target is None) == (settings.random_weights is None):
         raise UserError("give either --target (a converted folder) or --random-weights (a published shape)")
@@ -207,7 +220,7 @@ def whole_length(decoder: Decoder, prompt: Prompt, max_new_tokens: int) -> int:
 
 
 def measure(
-    decoder: Decoder, settings: Settings, prompts: list[Prompt], bytes_read: ByteModel, console: Console
+    decoder: Decoder, settings: Settings, prompts: list[Prompt], bytes_read: CostModel, console: Console
 ) -> Iterator[Record]:
     """Decodes batch by batch, the methods in turn on each, so that a drifting machine hits them alike."""
     capacity = max(whole_length(decoder, prompt, settings.max_new_tokens) for prompt in prompts)

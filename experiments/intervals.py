@@ -1,4 +1,4 @@
-"""Medians and means with bootstrap intervals."""
+"""Medians, means and ratios of sums with bootstrap intervals."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 RESAMPLES = 2000
+Values = Sequence[float] | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,29 @@ def median_interval(values: Sequence[float]) -> Interval:
 def mean_interval(values: Sequence[float]) -> Interval:
     """Mean over the finite values; nan where there is none."""
     return _interval(values, np.mean)
+
+
+def ratio_interval(tops: Values, bottoms: Values) -> Interval:
+    """Sum of `tops` over sum of `bottoms`; the pairs are resampled."""
+    return difference_interval(tops, bottoms, None)
+
+
+def difference_interval(tops: Values, bottoms: Values, other_bottoms: Values | None) -> Interval:
+    """The ratio of sums less that with `other_bottoms` in place of `bottoms`; all three are resampled together."""
+    if len(tops) == 0:
+        return Interval(float("nan"), float("nan"), float("nan"))
+    values = [np.asarray(one, np.float64) for one in (tops, bottoms)]
+    others = [values[0], np.asarray(other_bottoms, np.float64)] if other_bottoms is not None else None
+
+    def figure(places: np.ndarray) -> np.ndarray:
+        top, bottom = (one[places].sum(axis=-1) for one in values)
+        ratio = top / bottom
+        return ratio if others is None else ratio - others[0][places].sum(axis=-1) / others[1][places].sum(axis=-1)
+
+    draws = np.random.default_rng(0).integers(0, len(tops), (RESAMPLES, len(tops)))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        low, high = np.percentile(figure(draws), [2.5, 97.5])
+        return Interval(float(figure(np.arange(len(tops)))), float(low), float(high))
 
 
 def _interval(values: Sequence[float], middle: Callable[..., np.ndarray]) -> Interval:

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from ecospec_jax import Generation
-from ecospec_jax.cost import ByteModel
+from ecospec_jax.cost import CostModel
 from ecospec_jax.errors import reported_as_user_error
 from ecospec_jax.methods import get_method
 from ecospec_jax.metrics import DecodeStats
@@ -42,7 +42,7 @@ class Record:
 
     @staticmethod
     def create(
-        method: str, prompt: str, batch: int, answers: Sequence[Generation], stats: DecodeStats, bytes_read: ByteModel
+        method: str, prompt: str, batch: int, answers: Sequence[Generation], stats: DecodeStats, bytes_read: CostModel
     ) -> "Record":
         return Record(method, prompt, batch, tuple(answers), stats, bytes_read.step(stats.u))
 

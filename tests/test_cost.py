@@ -1,13 +1,23 @@
-"""The byte model against published figures and against the parameter counts of transformers."""
+"""Cost models: bytes against published figures and parameter counts, seconds against measurements, files."""
 
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
+from flax import nnx
 from transformers import Qwen3MoeConfig as PublishedConfig
 from transformers import Qwen3MoeForCausalLM
 
-from ecospec_jax.config import Qwen3MoeConfig, RopeConfig
-from ecospec_jax.cost import byte_model
+from ecospec_jax.checkpoint import parameters
+from ecospec_jax.config import FrequencyConfig, Qwen3MoeConfig, RopeConfig, TokenTableConfig
+from ecospec_jax.cost import CostModel, byte_model, fit_seconds, read_cost, write_cost
+from ecospec_jax.errors import UserError
 from ecospec_jax.presets import PRESETS
+from tests import tiny, tiny_predictors
 
 
 def test_published_figures_of_qwen3_235b() -> None:
@@ -61,8 +71,122 @@ def test_bytes_of_all_weights_equal_the_parameter_count(tied: bool, bias: bool, 
         attention_bias=bias,
     )
     with torch.device("meta"):
-        parameters = sum(parameter.numel() for parameter in Qwen3MoeForCausalLM(published).parameters())
+        total = sum(parameter.numel() for parameter in Qwen3MoeForCausalLM(published).parameters())
     model = byte_model(ours, 3)
     embedding = 0 if tied else 101 * 24
-    assert model.fixed + model.moe_layers * 9 * model.per_expert + 3 * embedding == 3 * parameters
+    assert model.fixed + model.moe_layers * 9 * model.per_expert + 3 * embedding == 3 * total
     assert model.step(2) - model.step(1) == (5 - len(dense)) * model.per_expert
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Drafter and predictor
+
+
+def matrices(module: nnx.Module) -> dict[str, int]:
+    """Sizes of the weight matrices by the part of the module that holds them; norms are not counted."""
+    sizes: dict[str, int] = {}
+    for path, variable in parameters(module).items():
+        value = variable.get_value()
+        if value.ndim > 1 and jnp.issubdtype(value.dtype, jnp.floating):
+            part = path.split(".")[0]
+            sizes[part] = sizes.get(part, 0) + value.size
+    return sizes
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_bytes_of_drafting_are_those_of_the_weights_it_reads(depth: int) -> None:
+    """`fc` for the catch-up; layer and head for it and for each further level; of the embedding only rows."""
+    part = matrices(tiny.make_drafter())
+    assert part.keys() == {"embedding", "fc", "attention", "mlp", "head"}
+    model = byte_model(tiny.TARGET, 2, drafter=tiny.DRAFTER, depth=depth)
+    assert model.draft == 2 * (part["fc"] + depth * (part["attention"] + part["mlp"] + part["head"]))
+    assert replace(model, draft=0.0) == byte_model(tiny.TARGET, 2)
+
+
+def test_bytes_of_predicting_are_those_of_the_weights_it_reads() -> None:
+    """A backbone is read once, without its embedding; tables are looked up and cost nothing."""
+    part = matrices(tiny_predictors.make_backbone())
+    assert part.keys() == {"embedding", "projection", "backbone", "heads"}
+    model = byte_model(tiny_predictors.TARGET, 4, predictor=tiny_predictors.PREDICTOR)
+    assert model.predict == 4 * (part["projection"] + part["backbone"] + part["heads"])
+    routing = tiny_predictors.ROUTING
+    for table in (TokenTableConfig(29, routing), FrequencyConfig(routing), None):
+        assert byte_model(tiny_predictors.TARGET, 4, predictor=table).predict == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cost models of one's own
+
+
+SECONDS = CostModel(1e-3, 2e-5, 4, 3e-6, 4e-4, 5e-5, "seconds")
+
+
+def test_a_step_costs_what_its_experts_and_rows_cost() -> None:
+    assert SECONDS.step(8.0, 5) == pytest.approx(1e-3 + 8 * 4 * 2e-5 + 5 * 3e-6)
+
+
+@pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["fixed", "per_expert", "per_row", "draft", "predict"])
+def test_impossible_coefficients_are_named(name: str, value: float) -> None:
+    with pytest.raises(UserError, match=f"^cost model: {name} must .*, not {value}$"):
+        replace(SECONDS, **{name: value})
+
+
+def test_zero_is_possible_for_what_may_be_free() -> None:
+    for name in ("fixed", "per_expert"):
+        with pytest.raises(UserError, match=f"^cost model: {name} must be positive"):
+            replace(SECONDS, **{name: 0.0})
+    assert replace(SECONDS, per_row=0.0, draft=0.0, predict=0.0).per_row == 0
+    with pytest.raises(UserError, match="^cost model: moe_layers must be at least 1, not 0"):
+        replace(SECONDS, moe_layers=0)
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "cost.json"
+    write_cost(path, SECONDS)
+    assert read_cost(path) == SECONDS
+    for content, message in (
+        ('{"fixed": 1', "cannot be read"),
+        ('{"fixed": 1}', "per_expert: "),
+        (path.read_text().replace("seconds", "hours"), "unit: "),
+        (path.read_text().replace("0.001", "0.0"), "cost model: fixed must be positive and finite, not 0.0"),
+        (path.read_text().replace("0.001", "NaN"), "cost model: fixed must be positive and finite, not nan"),
+    ):
+        path.write_text(content)
+        with pytest.raises(UserError, match=f"^{path}: {message}") as caught:
+            read_cost(path)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="cannot be read"):
+        read_cost(tmp_path / "absent.json")
+
+
+def measurements(count: int = 200, noise: float = 0.0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    rows = random.integers(1, 6, count)
+    pairs = 10 * rows - random.integers(0, 20, count) + 20
+    seconds = 1e-3 + 2e-5 * pairs + 3e-6 * rows
+    return seconds + noise * random.normal(size=count), pairs, rows
+
+
+def test_a_fit_recovers_the_cost_of_experts_and_rows() -> None:
+    seconds, pairs, rows = measurements()
+    model, r_squared = fit_seconds(seconds, pairs, rows, moe_layers=4, draft=4e-4, predict=5e-5)
+    assert (model.fixed, model.per_expert, model.per_row) == pytest.approx((1e-3, 2e-5, 3e-6), rel=1e-6)
+    assert model == replace(SECONDS, fixed=model.fixed, per_expert=model.per_expert, per_row=model.per_row)
+    assert r_squared == pytest.approx(1)
+    seconds, pairs, rows = measurements(2000, noise=2e-4)
+    model, r_squared = fit_seconds(seconds, pairs, rows, moe_layers=4, draft=0.0, predict=0.0)
+    assert (model.fixed, model.per_expert) == pytest.approx((1e-3, 2e-5), rel=0.1)
+    explained = np.var(measurements(2000)[0])
+    assert r_squared == pytest.approx(explained / (explained + 4e-8), abs=0.05)
+
+
+def test_measurements_that_tell_nothing_are_refused() -> None:
+    seconds, pairs, rows = measurements(50)
+    fit = partial(fit_seconds, moe_layers=4, draft=0.0, predict=0.0)
+    for few in (([], [], []), ([1.0], [2], [3]), (seconds, [7] * 50, rows)):
+        with pytest.raises(UserError, match="do not differ in the experts they touch"):
+            fit(*few)
+    for wrong, name in ((2e-3 - 1e-6 * pairs, "per_expert"), (1e-5 * pairs - 1e-4, "fixed")):
+        with pytest.raises(UserError, match=f"^cost model: {name} must be positive"):
+            fit(wrong, pairs, 0 * rows)

@@ -14,7 +14,7 @@ from ecospec_jax.config import SamplingConfig, SpecConfig
 from ecospec_jax.decoding import Weights
 from ecospec_jax.metrics import DecodeStats
 from ecospec_jax.models.qwen3_moe import Qwen3Moe
-from ecospec_jax.selection import ExpertForecast
+from ecospec_jax.selection import Economy, ExpertForecast
 from ecospec_jax.tree import CandidateTree, Selection
 from tests import tiny
 from tests.tiny import BUCKET, CAPACITY, PROMPTS, SAMPLINGS, SCRIPT_WIDTH, TARGET, Script, quick_compilation
@@ -314,13 +314,17 @@ def test_tau_counts_emitted_tokens_per_pass_without_the_prefills() -> None:
 UNUSED_SLOTS = (1, 0, 3)
 
 
-def uneven(tree: CandidateTree, forecast: ExpertForecast | None, spec: SpecConfig) -> Selection:
+def uneven(
+    tree: CandidateTree, forecast: ExpertForecast | None, spec: SpecConfig, economy: Economy | None
+) -> Selection:
     """A policy that leaves `UNUSED_SLOTS` of the budget to the three sequences."""
     nodes_BM = jnp.broadcast_to(jnp.arange(spec.budget), (tree.tokens_BN.shape[0], spec.budget))
     return Selection(nodes_BM, spec.budget - jnp.array(UNUSED_SLOTS))
 
 
-def orphans(tree: CandidateTree, forecast: ExpertForecast | None, spec: SpecConfig) -> Selection:
+def orphans(
+    tree: CandidateTree, forecast: ExpertForecast | None, spec: SpecConfig, economy: Economy | None
+) -> Selection:
     """A broken policy: the root's second child and the last nodes of the pool, whose parents are mostly missing."""
     batch, nodes = tree.tokens_BN.shape
     nodes_M = jnp.concatenate([jnp.array([1]), jnp.arange(nodes - spec.budget + 1, nodes)])

@@ -16,7 +16,8 @@ from ecospec_jax.decoding import examine
 from ecospec_jax.errors import UserError
 from ecospec_jax.methods import METHODS, Method, get_method
 from ecospec_jax.metrics import DecodeStats
-from ecospec_jax.selection import ExpertForecast, cost_aware, likelihood
+from ecospec_jax.rate import rate
+from ecospec_jax.selection import Economy, ExpertForecast, cost_aware, likelihood
 from ecospec_jax.training.tables import best_experts, expert_counts, token_scores
 from ecospec_jax.training.traces import Trace
 from ecospec_jax.tree import CandidateTree, Selection
@@ -120,6 +121,10 @@ def test_methods_by_name_give_the_same_tokens() -> None:
         "ecospec-table": (cost_aware, predictors["token_table"]),
         "ecospec-frequency": (cost_aware, predictors["frequency"]),
         "ecospec-previous": (cost_aware, tiny_predictors.Previous()),
+        "ecospec-calibrated": (cost_aware, predictors["backbone"]),
+        "rate": (rate, predictors["backbone"]),
+        "rate-table": (rate, predictors["token_table"]),
+        "rate-oracle": (rate, tiny_predictors.Oracle()),
         "oracle": (cost_aware, tiny_predictors.Oracle()),
     }
     assert METHODS.keys() == wanted.keys()
@@ -141,7 +146,9 @@ def test_methods_that_cannot_run_are_refused() -> None:
         Decoder(target, None, eos_ids=()).generate(PROMPTS, method="oracle")
 
 
-def modest(tree: CandidateTree, forecast: ExpertForecast | None, spec: SpecConfig) -> Selection:
+def modest(
+    tree: CandidateTree, forecast: ExpertForecast | None, spec: SpecConfig, economy: Economy | None
+) -> Selection:
     """A user's policy: the first `budget - b` cost-aware nodes for sequence b, and now and then none."""
     selection = cost_aware(tree, forecast, spec)
     skips_B = jnp.sum(tree.tokens_BN, axis=1) % 3 == 0

@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ecospec_jax import decoding, expert_bits, program
+from ecospec_jax.adaptation import Adaptation
 from ecospec_jax.cache import KVCache, Rows
 from ecospec_jax.checkpoint import (
     FORMAT,
@@ -158,7 +159,7 @@ def make_weights(
 
 
 _prefill = jax.jit(decoding.prefill, static_argnames=("plan", "capacity"))
-_decode_steps = jax.jit(program.decode_steps, static_argnames="plan")
+decode_steps = jax.jit(program.decode_steps, static_argnames="plan")
 
 
 def prefilled(
@@ -168,6 +169,7 @@ def prefilled(
     *,
     limits: Sequence[int] | None = None,
     seed: int = 5,
+    adaptation: Adaptation | None = None,
 ) -> DecodeState:
     """The state after prefill, with no cache slot to spare."""
     batch = len(sequences)
@@ -179,22 +181,25 @@ def prefilled(
     keys_B = sequence_keys(jnp.full(batch, seed), jnp.arange(batch))
     assert max(map(len, PROMPTS)) + NEW_TOKENS == LONGEST <= BUCKET
     capacity = LONGEST + plan.scratch_slots()
-    return _prefill(
-        plan, weights, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(limits_B), keys_B, capacity=capacity
-    )
+    arrays = jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(limits_B), keys_B
+    return _prefill(plan, weights, *arrays, capacity=capacity, adaptation=adaptation)
 
 
 def decode(
     plan: StepPlan, weights: Weights, prompts: Sequence[Sequence[int]] = PROMPTS, **options: Any
 ) -> tuple[list[tuple[int, ...]], DecodeStats]:
     """Decodes one batch to its end: the answers and the figures."""
-    state = _decode_steps(plan, weights, prefilled(plan, weights, prompts, **options), jnp.int32(10_000))
+    state = decode_steps(plan, weights, prefilled(plan, weights, prompts, **options), jnp.int32(10_000))
+    return answers_of(state, prompts), DecodeStats.create(state.counters, len(prompts), 0.0, 1.0)
+
+
+def answers_of(state: DecodeState, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[tuple[int, ...]]:
+    """What was generated behind each prompt."""
     tokens_BS, length_B = jax.device_get((state.tokens_BS, state.length_B))
-    answers = [
+    return [
         tuple(row[len(prompt) : length + 1].tolist())
         for row, prompt, length in zip(tokens_BS, prompts, length_B, strict=True)
     ]
-    return answers, DecodeStats.create(state.counters, len(prompts), 0.0, 1.0)
 
 
 @cache

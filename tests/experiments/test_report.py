@@ -6,11 +6,11 @@ import pytest
 from rich.console import Console
 
 from ecospec_jax import Generation
-from ecospec_jax.cost import ByteModel
+from ecospec_jax.cost import CostModel
 from ecospec_jax.metrics import DecodeStats
 from experiments.report import Difference, Record, first_differences, paired_u, same_tokens, summarise, write_report
 
-BYTES = ByteModel(fixed=100.0, per_expert=10.0, moe_layers=2)
+BYTES = CostModel(fixed=100.0, per_expert=10.0, moe_layers=2)
 STAGES = {"draft": 1.0, "predict": 2.0, "select": 0.5, "verify": 3.0, "commit": 0.25}
 
 
