@@ -46,8 +46,8 @@ from experiments.read_ceiling import ReadCeiling, beyond_cache
 from experiments.tables import markdown_table, write_text
 
 MOST_BYTES = 6e9  # of a layer
-CALL_BYTES = 200e6  # a timing reads at least this much, in as many chained calls as that takes
-MOST_CALLS = 64
+CALL_BYTES = 500e6  # a timing reads at least this much, in as many chained calls as that takes
+MOST_CALLS = 256
 PATIENCE = 0.1  # seconds; peers whose call takes longer are timed less often, after the others
 SLOW_REPEATS = 2
 DISTINCT_SHAPE, DISTINCT_STORAGE, DISTINCT_ROWS = "medium", "bfloat16", 16
