@@ -46,7 +46,7 @@ from experiments.read_ceiling import ReadCeiling, beyond_cache
 from experiments.tables import markdown_table, write_text
 
 MOST_BYTES = 6e9  # of a layer
-CALL_BYTES = 500e6  # a timing reads at least this much, in as many chained calls as that takes
+CALL_BYTES = 2e9  # a timing reads at least this much, in as many chained calls as that takes
 MOST_CALLS = 256
 PATIENCE = 0.1  # seconds; peers whose call takes longer are timed less often, after the others
 SLOW_REPEATS = 2
