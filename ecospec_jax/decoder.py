@@ -27,6 +27,7 @@ from ecospec_jax.models import DRAFTERS, TARGETS
 from ecospec_jax.models.drafter import Drafter
 from ecospec_jax.models.predictor import Oracle, Predictor, Previous
 from ecospec_jax.models.target import Target
+from ecospec_jax.padding import pad_experts
 from ecospec_jax.predictor_checkpoint import load_predictors
 from ecospec_jax.profiling import StageProfiler
 from ecospec_jax.program import Program
@@ -103,6 +104,7 @@ class Decoder:
         dtype: jnp.dtype | str | None = None,
         placement: Placement | None = None,
         cost: CostModel | None = None,
+        pad_ffn: int = 0,
     ) -> "Decoder":
         """Loads what `python -m convert` wrote.
 
@@ -113,14 +115,18 @@ class Decoder:
             dtype: compute dtype of target and drafter; `default_dtype()` if not given.
             placement: devices and layout; one device if not given.
             cost: see the constructor.
+            pad_ffn: hidden units to add to every expert without changing its output, to time a model whose experts the
+                cache does not hold (`padding.pad_experts`); on one device.
 
         Raises:
-            UserError: the folder is incomplete or does not match its manifest.
+            UserError: the folder is incomplete or does not match its manifest, or the padding is impossible.
         """
+        if pad_ffn and placement is not None:
+            raise UserError("experts are padded on one device, not with a placement")
         folder = Path(folder)
         manifest = read_manifest(folder)
         compute = default_dtype() if dtype is None else jnp.dtype(dtype)
-        target = load_target(folder, manifest, compute, placement)
+        target = pad_experts(load_target(folder, manifest, compute, placement), pad_ffn)
         head_folder = folder if drafter is None else Path(drafter)
         head_manifest = manifest if drafter is None else read_manifest(head_folder)
         head = load_drafter(head_folder, head_manifest, compute, target, placement)
@@ -142,13 +148,18 @@ class Decoder:
 
     @staticmethod
     def with_random_weights(
-        target: ModelConfig, drafter: DrafterConfig, *, dtype: jnp.dtype | str | None = None, seed: int = 0
+        target: ModelConfig,
+        drafter: DrafterConfig,
+        *,
+        dtype: jnp.dtype | str | None = None,
+        seed: int = 0,
+        pad_ffn: int = 0,
     ) -> "Decoder":
-        """Models of the given shapes with random weights, to time them; prompts are token ids."""
+        """Models of these shapes with random weights, to time them; prompts are token ids. `pad_ffn` as in `load`."""
         compute = default_dtype() if dtype is None else jnp.dtype(dtype)
         target_class, drafter_class = TARGETS[target.family], DRAFTERS[drafter.family]
         return Decoder(
-            target_class(target, dtype=compute, rngs=nnx.Rngs(seed)),
+            pad_experts(target_class(target, dtype=compute, rngs=nnx.Rngs(seed)), pad_ffn, seed),
             drafter_class(drafter, dtype=compute, rngs=nnx.Rngs(seed + 1)),
             eos_ids=(),
         )

@@ -22,11 +22,12 @@ from ecospec_jax.errors import reported_as_user_error, run_command
 from ecospec_jax.methods import get_method
 from ecospec_jax.metrics import DecodeStats
 from ecospec_jax.presets import eagle3_for, get_preset
-from experiments.environment import environment
+from experiments.environment import environment, last_level_cache_bytes
 from experiments.prompts import Prompt, read_prompts
 from experiments.report import Record, first_differences, write_report
 
 STAGED_PROMPTS = 3
+CACHE_MULTIPLE = 10  # from here on few of the experts that a step reads are in the cache
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class Settings:
     cost: Path | None = None
     """Cost model that `python -m experiments.fit_cost` wrote, for methods that weigh costs (rate, rate-table); without
     it they weigh bytes."""
+    pad_ffn: int = 0
+    """Memory-bound mode: hidden units to add to every expert without changing its output, so that no cache holds the
+    experts."""
     prompts: Path | None = None
     """Prompt file, one JSON object a line: {"id", "turns": [..], "answer"?}."""
     text: str | None = None
@@ -135,11 +139,28 @@ def _load_models(settings: Settings) -> Decoder:
     if settings.target is not None:
         if settings.layers is not None:
             raise UserError("--layers goes with --random-weights")
-        return Decoder.load(settings.target, drafter=settings.drafter, predictor=settings.predictor, dtype=dtype)
+        return Decoder.load(
+            settings.target,
+            drafter=settings.drafter,
+            predictor=settings.predictor,
+            dtype=dtype,
+            pad_ffn=settings.pad_ffn,
+        )
     config = get_preset(str(settings.random_weights))
     if settings.layers is not None:
         config = dataclasses.replace(config, num_layers=settings.layers)
-    return Decoder.with_random_weights(config, eagle3_for(config), dtype=dtype, seed=settings.seed)
+    return Decoder.with_random_weights(
+        config, eagle3_for(config), dtype=dtype, seed=settings.seed, pad_ffn=settings.pad_ffn
+    )
+
+
+def expert_size(all_experts: float, cache: int | None) -> str:
+    """How much memory all experts take, and how far that is from fitting into the cache."""
+    size = f"experts: {all_experts / 1e9:.3g} GB"
+    if cache is None:
+        return size
+    advice = f" (at least {CACHE_MULTIPLE} times is recommended)" if all_experts < CACHE_MULTIPLE * cache else ""
+    return f"{size}, {all_experts / cache:.1f} times the last-level cache{advice}"
 
 
 def load_prompts(settings: Settings) -> list[Prompt]:
@@ -288,6 +309,9 @@ def run(settings: Settings) -> None:
     for name in names:  # refuses what is missing before anything is written
         decoder.program(name, spec, sampling, ignore_eos=settings.ignore_eos)
     bytes_read = byte_model(decoder.target.config, decoder.dtype.itemsize)
+    if settings.pad_ffn:
+        all_experts = bytes_read.per_expert * bytes_read.moe_layers * decoder.target.num_experts
+        console.print(expert_size(all_experts, last_level_cache_bytes()), highlight=False)
     for prompt in prompts:
         decoder.check_fits(Conversation(prompt, 0).next_input(decoder), settings.max_new_tokens, where=prompt.id)
 

@@ -26,6 +26,16 @@ def environment() -> dict[str, object]:
     }
 
 
+def last_level_cache_bytes() -> int | None:
+    """Size of the processor's last-level cache; None where the system does not tell."""
+    levels = Path("/sys/devices/system/cpu/cpu0/cache")
+    try:
+        last = max(levels.glob("index*"), key=lambda index: int((index / "level").read_text()))
+        return int((last / "size").read_text().strip().removesuffix("K")) * 1024
+    except (OSError, ValueError):
+        return None
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

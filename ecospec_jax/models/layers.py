@@ -7,6 +7,7 @@ dimension; `sharding.py` alone maps these to mesh axes.
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from ecospec_jax.cache import Buffer, write_rows
@@ -77,7 +78,9 @@ class Embedding(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "..."]) -> Float[Array, "... hidden"]:
         """Looks up token ids."""
-        return jnp.take(self.weight[...], tokens, axis=0)
+        # Without the barrier XLA on CPU converts the whole table from bf16 before the decoding loop.
+        weight, tokens = lax.optimization_barrier((self.weight[...], tokens))
+        return jnp.take(weight, tokens, axis=0)
 
     def logits(self, hidden: Float[Array, "... hidden"]) -> Float[Array, "... vocab"]:
         """The transposed map: the weight as a head."""

@@ -12,6 +12,7 @@ import pytest
 
 from ecospec_jax.errors import run_command
 from experiments import decode
+from tests.tiny import compiling_quickly
 
 ROOT = Path(__file__).parents[2]
 QUICK_COMPILATION = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
@@ -68,6 +69,29 @@ def test_streams_the_text_that_it_records(converted_tiny: Path, prompts: Path, t
     assert answer and answer.strip() in done.stdout
 
 
+def test_padded_experts_give_the_same_answers_and_more_bytes(
+    converted_tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = {}
+    for pad_ffn in (0, 16):
+        out = tmp_path / str(pad_ffn)
+        options = {"methods": "ar,likelihood", "max_new_tokens": 12, "ignore_eos": True, "pad_ffn": pad_ffn}
+        with compiling_quickly():
+            decode.run(decode.Settings(target=converted_tiny, text="What is 5 times 6?", out=out, **options))
+        assert ("experts: 0.0503 GB" in capsys.readouterr().out) == (pad_ffn > 0)
+        lines[pad_ffn] = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    for plain, padded in zip(lines[0], lines[16], strict=True):
+        assert padded["answers"] == plain["answers"] and padded["settings"]["pad_ffn"] == 16
+        assert padded["bytes_per_token"] > plain["bytes_per_token"]
+
+
+def test_expert_size_is_compared_with_the_cache() -> None:
+    assert decode.expert_size(2.1e9, None) == "experts: 2.1 GB"
+    assert decode.expert_size(2.1e9, 32 * 2**20) == "experts: 2.1 GB, 62.6 times the last-level cache"
+    small = "experts: 0.05 GB, 1.5 times the last-level cache (at least 10 times is recommended)"
+    assert decode.expert_size(5e7, 32 * 2**20) == small
+
+
 def truncated(converted_tiny: Path, tmp_path: Path) -> Path:
     copy = tmp_path / "broken"
     shutil.copytree(converted_tiny, copy)
@@ -107,6 +131,8 @@ def complaint_of(settings: decode.Settings, capsys: pytest.CaptureFixture[str]) 
         ({"target": None}, "--target"),
         ({"target": None, "random_weights": "gpt-9"}, "unknown config 'gpt-9'"),
         ({"target": Path("absent")}, "absent"),
+        ({"pad_ffn": -1}, "cannot be padded by -1 hidden units"),
+        ({"pad_ffn": 10**9}, "GB more memory"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

@@ -62,8 +62,8 @@ bool check(const Variant& variant, Format format, int64_t rows, int64_t cols, in
       out.push_back(y.back().data());
     }
     const int64_t middle = draw(0, rows);
-    v.multiply(matrix, 0, middle, packed.data(), count, rounded, out.data());
-    v.multiply(matrix, middle, rows, packed.data(), count, rounded, out.data());
+    v.multiply(matrix, 0, middle, packed.data(), count, rounded, out.data(), matrix.weight);
+    v.multiply(matrix, middle, rows, packed.data(), count, rounded, out.data(), matrix.weight);
     for (uint8_t* row : packed) std::free(row);
   };
   std::vector<std::vector<float>> x, ours, expected;

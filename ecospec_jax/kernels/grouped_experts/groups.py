@@ -63,7 +63,9 @@ def expert_blocks(
 
     block_N = jnp.arange(most_blocks)
     within_count_N = jnp.minimum(block_N, jnp.maximum(count - 1, 0))
-    expert_N = jnp.minimum(jnp.searchsorted(last_block_E, within_count_N, side="right"), experts - 1)
+    expert_N = jnp.minimum(
+        jnp.searchsorted(last_block_E, within_count_N, side="right", method="compare_all"), experts - 1
+    )
     expert_N = jnp.where(count > 0, expert_N, 0)
     within_N = block_N - (last_block_E - blocks_E)[expert_N]
     place_NM = within_N[:, None] * size + jnp.arange(size)

@@ -203,9 +203,11 @@ struct Fp8 {
 };
 
 template <class F, int R, int P>
-void multiply_rows(const Matrix& m, int64_t first, int64_t last, const uint8_t* const* x, float* const* out) {
+void multiply_rows(const Matrix& m, int64_t first, int64_t last, const uint8_t* const* x, float* const* out,
+                   const uint8_t* after) {
   constexpr int W = F::rows_for(R);
   const int64_t whole = m.cols / F::kGroup, rest = m.cols % F::kGroup;
+  const char* end = reinterpret_cast<const char*>(m.weight + last * m.row_bytes());
   for (int64_t n = first; n < last; n += 4) {
     __m512 sums[4][R] = {};
     for (int i = 0; i < 4; i += W) {
@@ -213,6 +215,7 @@ void multiply_rows(const Matrix& m, int64_t first, int64_t last, const uint8_t* 
       for (int j = 0; j < W; j++) rows[j] = F::row(m, std::min(n + i + j, last - 1));
       // In the order of memory, even where rows are read side by side.
       const char* next = reinterpret_cast<const char*>(rows[0].weight) + F::kAheadBytes;
+      if (next >= end) next += reinterpret_cast<const char*>(after) - end;
       for (int64_t g = 0; g < whole; g++) {
         for (int64_t line = 0; line < W * F::kGroupBytes; line += 64) _mm_prefetch(next + line, _MM_HINT_T0);
         next += W * F::kGroupBytes;
@@ -229,31 +232,31 @@ void multiply_rows(const Matrix& m, int64_t first, int64_t last, const uint8_t* 
 
 template <class F, int P>
 void multiply_count(const Matrix& m, int64_t first, int64_t last, const uint8_t* const* x, int count,
-                    float* const* out) {
+                    float* const* out, const uint8_t* after) {
   switch (count) {
-    case 1: return multiply_rows<F, 1, P>(m, first, last, x, out);
-    case 2: return multiply_rows<F, 2, P>(m, first, last, x, out);
-    case 3: return multiply_rows<F, 3, P>(m, first, last, x, out);
-    case 4: return multiply_rows<F, 4, P>(m, first, last, x, out);
-    case 5: return multiply_rows<F, 5, P>(m, first, last, x, out);
-    case 6: return multiply_rows<F, 6, P>(m, first, last, x, out);
+    case 1: return multiply_rows<F, 1, P>(m, first, last, x, out, after);
+    case 2: return multiply_rows<F, 2, P>(m, first, last, x, out, after);
+    case 3: return multiply_rows<F, 3, P>(m, first, last, x, out, after);
+    case 4: return multiply_rows<F, 4, P>(m, first, last, x, out, after);
+    case 5: return multiply_rows<F, 5, P>(m, first, last, x, out, after);
+    case 6: return multiply_rows<F, 6, P>(m, first, last, x, out, after);
   }
 }
 
 template <class F>
 void multiply_parts(const Matrix& m, int64_t first, int64_t last, const uint8_t* const* x, int count, bool rounded,
-                    float* const* out) {
-  if (rounded) return multiply_count<F, 1>(m, first, last, x, count, out);
-  multiply_count<F, kParts>(m, first, last, x, count, out);
+                    float* const* out, const uint8_t* after) {
+  if (rounded) return multiply_count<F, 1>(m, first, last, x, count, out, after);
+  multiply_count<F, kParts>(m, first, last, x, count, out, after);
 }
 
 void multiply(const Matrix& m, int64_t first, int64_t last, const uint8_t* const* x, int count, bool rounded,
-              float* const* out) {
+              float* const* out, const uint8_t* after) {
   switch (m.format) {
-    case Format::kFloat32: return multiply_count<Float32, 1>(m, first, last, x, count, out);
-    case Format::kBfloat16: return multiply_parts<Bfloat16>(m, first, last, x, count, rounded, out);
-    case Format::kMxfp4: return multiply_parts<Mxfp4>(m, first, last, x, count, rounded, out);
-    case Format::kFp8: return multiply_parts<Fp8>(m, first, last, x, count, rounded, out);
+    case Format::kFloat32: return multiply_count<Float32, 1>(m, first, last, x, count, out, after);
+    case Format::kBfloat16: return multiply_parts<Bfloat16>(m, first, last, x, count, rounded, out, after);
+    case Format::kMxfp4: return multiply_parts<Mxfp4>(m, first, last, x, count, rounded, out, after);
+    case Format::kFp8: return multiply_parts<Fp8>(m, first, last, x, count, rounded, out, after);
   }
 }
 
@@ -267,15 +270,19 @@ template <class F>
 void pack_words(const float* x, int64_t cols, bool rounded, uint8_t* packed) {
   const int64_t vectors = vectors_of<F>(cols);
   uint16_t* parts = reinterpret_cast<uint16_t*>(packed);
-  for (int64_t v = 0; v < vectors; v++) {
-    for (int64_t word = 0; word < 32; word++) {
-      const int64_t column = v / F::kVectors * F::kGroup + F::column(v % F::kVectors, word);
-      float rest = column < cols ? x[column] : 0;
-      for (int p = 0; p < (rounded ? 1 : kParts); p++) {
-        const uint16_t part = to_bfloat16(rest);
-        parts[(p * vectors + v) * 32 + word] = part;
-        rest -= from_bfloat16(part);
+  for (int64_t start = 0; start < cols; start += F::kGroup) {
+    // In two loops, of which the compiler can make vector instructions: rounding in order, then the order of the words.
+    float rest[F::kGroup] = {};
+    std::memcpy(rest, x + start, std::min(F::kGroup, cols - start) * 4);
+    for (int p = 0; p < (rounded ? 1 : kParts); p++) {
+      uint16_t part[F::kGroup];
+      for (int64_t i = 0; i < F::kGroup; i++) {
+        part[i] = to_bfloat16(rest[i]);
+        rest[i] -= from_bfloat16(part[i]);
       }
+      uint16_t* out = parts + (p * vectors + start / F::kGroup * F::kVectors) * 32;
+      for (int64_t v = 0; v < F::kVectors; v++)
+        for (int64_t word = 0; word < 32; word++) out[v * 32 + word] = part[F::column(v, word)];
     }
   }
 }

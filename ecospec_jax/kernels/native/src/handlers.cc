@@ -56,7 +56,8 @@ ffi::Error dense(int64_t format, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::A
     in[r] = packed.at(r);
     out[r] = sums.data() + r * rows;
   }
-  multiply(matrix_of(packed.format(), weight, scales, rows, cols), in, floats.narrow, out);
+  const Matrix matrix = matrix_of(packed.format(), weight, scales, rows, cols);
+  multiply(matrix, in, floats.narrow, out, matrix.weight + rows * matrix.row_bytes());
   store(*y, 0, sums.data(), count * rows);
   return ffi::Error::Success();
 }
@@ -102,12 +103,16 @@ ffi::Error grouped_experts(int64_t format, int64_t count, int64_t ffn, bool spli
   const Floats gate_b(gate_bias), up_b(up_bias), down_b(down_bias);
   const bool biased = gate_bias.element_count() > 0, down_biased = down_bias.element_count() > 0;
 
-  std::vector<float> sums(rows * hidden, 0.0f), products, gate(ffn), up(ffn);
+  std::vector<float> sums(rows * hidden, 0.0f), products, gate_row(ffn), up_row(ffn);
   std::vector<const uint8_t*> in;
   std::vector<float*> gate_out, up_out;
-  for (int64_t e = 0; e < count; e++) {
-    const int64_t own = pairs[e].size(), expert = base + e;
-    if (own == 0) continue;
+  std::vector<int64_t> used;
+  for (int64_t e = 0; e < count; e++)
+    if (!pairs[e].empty()) used.push_back(e);
+  for (size_t u = 0; u < used.size(); u++) {
+    const int64_t e = used[u], own = pairs[e].size(), expert = base + e;
+    const Matrix down = downs.at(expert);
+    const Matrix next = u + 1 < used.size() ? gates.at(base + used[u + 1]) : down;
     count_expert();
     const int64_t wide = std::max(2 * ffn, hidden);
     products.resize(own * wide);
@@ -117,28 +122,30 @@ ffi::Error grouped_experts(int64_t format, int64_t count, int64_t ffn, bool spli
       gate_out.push_back(products.data() + i * wide);
       up_out.push_back(products.data() + i * wide + ffn);
     }
-    multiply(gates.at(expert), in, rounded, gate_out);
-    if (split) multiply(ups.at(expert), in, rounded, up_out);
+    const Matrix up = ups.at(expert);
+    multiply(gates.at(expert), in, rounded, gate_out, split ? up.weight : down.weight);
+    if (split) multiply(up, in, rounded, up_out, down.weight);
+    fetch(down);
 
     packed_h.resize(own);
     for (int64_t i = 0; i < own; i++) {
       if (split) {
-        std::copy_n(gate_out[i], ffn, gate.data());
-        std::copy_n(up_out[i], ffn, up.data());
+        std::copy_n(gate_out[i], ffn, gate_row.data());
+        std::copy_n(up_out[i], ffn, up_row.data());
       } else {
-        for (int64_t f = 0; f < ffn; f++) gate[f] = gate_out[i][2 * f], up[f] = gate_out[i][2 * f + 1];
+        for (int64_t f = 0; f < ffn; f++) gate_row[f] = gate_out[i][2 * f], up_row[f] = gate_out[i][2 * f + 1];
       }
       if (biased) {
         for (int64_t f = 0; f < ffn; f++) {
-          gate[f] += split ? gate_b[expert * ffn + f] : gate_b[(expert * ffn + f) * 2];
-          up[f] += split ? up_b[expert * ffn + f] : gate_b[(expert * ffn + f) * 2 + 1];
+          gate_row[f] += split ? gate_b[expert * ffn + f] : gate_b[(expert * ffn + f) * 2];
+          up_row[f] += split ? up_b[expert * ffn + f] : gate_b[(expert * ffn + f) * 2 + 1];
         }
       }
-      variant().activate(activation, gate.data(), up.data(), ffn);
-      packed_h.set(i, gate.data());
+      variant().activate(activation, gate_row.data(), up_row.data(), ffn);
+      packed_h.set(i, gate_row.data());
       in[i] = packed_h.at(i);
     }
-    multiply(downs.at(expert), in, rounded, gate_out);
+    multiply(down, in, rounded, gate_out, next.weight);
     for (int64_t i = 0; i < own; i++) {
       float* sum = sums.data() + pairs[e][i].row * hidden;
       const float* product = gate_out[i];

@@ -63,9 +63,10 @@ struct Variant {
   size_t (*packed_bytes)(Format format, int64_t cols);
   // Packs a row the way `multiply` reads it. With `rounded` the row is taken as bfloat16.
   void (*pack)(Format format, const float* x, int64_t cols, bool rounded, uint8_t* packed);
-  // out[r][first..last) = matrix[first..last) . x[r], for count <= kMaxRows packed rows.
+  // out[r][first..last) = matrix[first..last) . x[r], for count <= kMaxRows packed rows. `after` is the memory that will
+  // be read next, which may be asked for ahead of its time.
   void (*multiply)(const Matrix& matrix, int64_t first, int64_t last, const uint8_t* const* packed, int count,
-                   bool rounded, float* const* out);
+                   bool rounded, float* const* out, const uint8_t* after);
   // gate[i] = activation(gate[i], up[i]).
   void (*activate)(const Activation& activation, float* gate, const float* up, int64_t count);
 };

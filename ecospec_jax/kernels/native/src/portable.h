@@ -123,7 +123,7 @@ void multiply_rows(const Matrix& m, int64_t first, int64_t last, const uint8_t* 
 }
 
 void multiply(const Matrix& m, int64_t first, int64_t last, const uint8_t* const* packed, int count, bool,
-              float* const* out) {
+              float* const* out, const uint8_t*) {
   switch (count) {
     case 1: return multiply_rows<1>(m, first, last, packed, out);
     case 2: return multiply_rows<2>(m, first, last, packed, out);

@@ -29,6 +29,9 @@ const Variant& choose() {
 // Weights of this many bytes stay in the cache while several groups of activation rows pass over them.
 constexpr int64_t kCachedBytes = 1 << 18;
 
+// What memory delivers while activations are computed and packed.
+constexpr int64_t kFetchedBytes = 1 << 15;
+
 }  // namespace
 
 const Variant& variant() {
@@ -45,7 +48,7 @@ void count_bytes(int64_t read) {
 }
 
 void multiply(const Matrix& matrix, const std::vector<const uint8_t*>& packed, bool rounded,
-              const std::vector<float*>& out) {
+              const std::vector<float*>& out, const uint8_t* after) {
   const int64_t count = packed.size();
   const int64_t groups = (count + kMaxRows - 1) / kMaxRows;
   // With one group of rows there is nothing to come back for.
@@ -55,11 +58,18 @@ void multiply(const Matrix& matrix, const std::vector<const uint8_t*>& packed, b
     for (int64_t g = 0; g < groups; g++) {
       // Groups of equal size: 9 rows are 5 and 4, not 6 and 3.
       const int64_t begin = g * count / groups, end = (g + 1) * count / groups;
+      // Another group will pass over the same weights, or the rows behind them come next, or another matrix.
+      const uint8_t* behind = matrix.weight + last * matrix.row_bytes();
       variant().multiply(matrix, first, last, packed.data() + begin, static_cast<int>(end - begin), rounded,
-                         out.data() + begin);
+                         out.data() + begin, last == matrix.rows && g == groups - 1 ? after : behind);
     }
   }
   count_bytes(matrix.bytes());
+}
+
+void fetch(const Matrix& matrix) {
+  const int64_t size = std::min<int64_t>(kFetchedBytes, matrix.rows * matrix.row_bytes());
+  for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(matrix.weight + line, 0, 2);
 }
 
 }  // namespace ecospec

@@ -42,8 +42,11 @@ class PackedRows {
   std::vector<uint8_t> storage_;
 };
 
-// out[i] = matrix . packed[i] for any number of rows. Reads the matrix from memory once.
+// out[i] = matrix . packed[i] for any number of rows. Reads the matrix from memory once. `after`: see Variant::multiply.
 void multiply(const Matrix& matrix, const std::vector<const uint8_t*>& packed, bool rounded,
-              const std::vector<float*>& out);
+              const std::vector<float*>& out, const uint8_t* after);
+
+// Asks for the first bytes of a matrix while other work is done.
+void fetch(const Matrix& matrix);
 
 }  // namespace ecospec
