@@ -52,6 +52,8 @@ class Settings:
     """Instead of a target: random weights of this published shape."""
     layers: int | None = None
     """With random weights: number of layers."""
+    pad_ffn: int = 0
+    """Memory-bound mode: hidden units to add to every expert without changing its output."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     """Compute dtype; auto is float32 on CPU and bfloat16 on accelerators."""
     budgets: tuple[int, ...] = (0, 1, 2, 4, 6)
@@ -183,6 +185,7 @@ def run(settings: Settings) -> None:
             predictor=settings.predictor,
             random_weights=settings.random_weights,
             layers=settings.layers,
+            pad_ffn=settings.pad_ffn,
             dtype=settings.dtype,
         )
     )

@@ -24,12 +24,13 @@ from jax import lax
 
 from ecospec_jax import SamplingConfig, SpecConfig
 from ecospec_jax.config import Qwen3MoeConfig
-from ecospec_jax.decoding import StepPlan, Weights, prefill, step
+from ecospec_jax.decoding import StepPlan, Weights, prefill
 from ecospec_jax.kernels import grouped_experts
 from ecospec_jax.kernels.grouped_experts.backends import BACKENDS
 from ecospec_jax.models.qwen3_moe import Qwen3Moe
 from ecospec_jax.presets import get_preset
 from ecospec_jax.selection import likelihood
+from ecospec_jax.stepping import step
 from ecospec_jax.verification import sequence_keys
 from experiments.environment import environment
 from experiments.kernel_peers import package_versions

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ecospec_jax.adaptation import MEMORY, TRIAL, Adaptation, Ledger
+from ecospec_jax.adaptation import DRAFT_MEMORY, MEMORY, TRIAL, Adaptation, Ledger
 from ecospec_jax.cache import KVCache
 from ecospec_jax.calibration import Calibration
 from ecospec_jax.config import RoutingShape, SamplingConfig, SpecConfig
@@ -77,8 +77,9 @@ def test_a_step_is_booked_with_all_that_it_cost() -> None:
     assert booked(drafted.undrafted) == pytest.approx((2, 100 + 90 + 4))
     assert (drafted.trials, drafted.idle) == (1, 0)
     again = observe(drafted, drafted=True, emitted=2, sequences=1, pairs=12, rows=4, root_pairs=12)
-    assert booked(again.drafted)[0] == pytest.approx(5 * keep + 2)
-    assert booked(again.undrafted)[0] == pytest.approx(2 * keep + 1)
+    shorter = 1 - 1 / DRAFT_MEMORY
+    assert booked(again.drafted)[0] == pytest.approx(5 * shorter + 2)
+    assert booked(again.undrafted)[0] == pytest.approx(2 * shorter + 1)
     np.testing.assert_array_equal(again.calibration.weights_F, before.calibration.weights_F)
 
 
