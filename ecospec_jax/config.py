@@ -272,7 +272,7 @@ class SpecConfig:
     eps: float = 1.0
     buffer: Literal["empty", "root", "previous"] = "previous"
     shared_buffer: bool = False
-    probe_every: int = 16
+    probe_every: int = 32
     row_counts: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:

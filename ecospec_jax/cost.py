@@ -48,6 +48,9 @@ class CostModel:
     __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
 
     def __post_init__(self) -> None:
+        for name in ("fixed", "per_expert", "per_row", "draft", "predict"):
+            # As integers, bytes of a large model would overflow the device's 32 bits.
+            object.__setattr__(self, name, float(getattr(self, name)))
         for name in ("fixed", "per_expert"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"cost model: {name} must be positive and finite, not {getattr(self, name)}")

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from ecospec_jax.config import FrequencyConfig, Qwen3MoeConfig, RopeConfig, Toke
 from ecospec_jax.cost import CostModel, byte_model, fit_seconds, read_cost, write_cost
 from ecospec_jax.errors import UserError
 from ecospec_jax.presets import PRESETS
+from ecospec_jax.selection import Economy
 from tests import tiny, tiny_predictors
 
 
@@ -190,3 +192,10 @@ def test_measurements_that_tell_nothing_are_refused() -> None:
     for wrong, name in ((2e-3 - 1e-6 * pairs, "per_expert"), (1e-5 * pairs - 1e-4, "fixed")):
         with pytest.raises(UserError, match=f"^cost model: {name} must be positive"):
             fit(wrong, pairs, 0 * rows)
+
+
+def test_a_large_models_bytes_fit_where_they_are_weighed() -> None:
+    """As integers they would overflow 32 bits inside jit."""
+    cost = byte_model(PRESETS["qwen3-235b-a22b"], 2)
+    price = jax.jit(Economy(cost, jnp.float32(1 / cost.step(8))).price)(jnp.int32(2000), jnp.int32(5))
+    assert float(price) == pytest.approx(2000 * cost.per_expert / cost.step(8), rel=1e-5)
