@@ -103,6 +103,7 @@ COLUMNS = {
     "bytes_per_step": ("MB/step", 1e-6, 2),
     "bytes_per_token": ("MB/token", 1e-6, 2),
 }
+OF_PREDICTIONS = ("predicted_u", "overlap", "marginal_error")
 NOTES = (
     "Medians over prompts [95 % bootstrap interval]; stage times are from a separate staged pass.",
     "* an experiment: sees the target's true routing by an extra pass; its share of the staged times is not counted.",
@@ -132,11 +133,10 @@ def summarise(methods: list[str], records: list[Record], stages: dict[str, list[
             "speedup": [speed / baseline[batch] for batch, speed in speeds.items()],
             "bytes_per_step": [r.bytes_per_step for r in records if r.method == method],
             "bytes_per_token": [r.bytes_per_token for r in records if r.method == method],
-            **{
-                name: [getattr(stats, name) for stats in mine.values()]
-                for name in ("tau", "u", "predicted_u", "overlap", "marginal_error")
-            },
+            **{name: [getattr(stats, name) for stats in mine.values()] for name in ("tau", "u", *OF_PREDICTIONS)},
         }
+        if get_method(method).adaptive:  # its plain steps predict nothing, which these figures would count as misses
+            figures |= {name: [math.nan] * len(mine) for name in OF_PREDICTIONS}
         intervals = {name: median_interval(figures[name]) for name in COLUMNS}
         rows.append(Row(method, is_oracle(method), intervals, staged[method]))
     return rows

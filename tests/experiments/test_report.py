@@ -63,6 +63,14 @@ def test_figures_follow_from_the_counts(records: list[Record]) -> None:
     assert oracle.oracle and not likelihood.oracle
 
 
+def test_predictions_of_methods_that_also_step_plainly_are_not_judged(records: list[Record]) -> None:
+    """A plain step predicts nothing; the figures would count that as misses."""
+    mine = [record("rate", prompt, (1, 2), stats((5, 5), 0.5, (35, 45), predicted=True)) for prompt in range(3)]
+    _, rate = summarise(["ar", "rate"], records + mine, {"ar": [STAGES], "rate": [STAGES]})
+    assert rate.figures["tau"].middle == 1.5
+    assert all(math.isnan(rate.figures[name].middle) for name in ("predicted_u", "overlap", "marginal_error"))
+
+
 def test_different_tokens_are_reported_by_prompt(records: list[Record]) -> None:
     assert same_tokens(METHODS, records) == [
         "likelihood and ar: identical tokens on all 3 prompts",
