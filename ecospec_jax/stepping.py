@@ -45,7 +45,7 @@ def adapt(
         seen = outcomes(tree, path, verified.tree.pool_rows_BR, live_BR[:, 0] & drafted)
         learned = learn(adaptation.calibration, edge_features(tree), seen)
         adaptation = replace(adaptation, calibration=learned)
-    used_BRLW = jnp.where(live_BR[..., None, None], verified.experts_BRLW, jnp.uint32(0))
+    roots_BLW = jnp.where(live_BR[:, 0, None, None], verified.experts_BRLW[:, 0], jnp.uint32(0))
     return replace(
         after,
         adaptation=adaptation.observe(
@@ -53,9 +53,10 @@ def adapt(
             drafted=drafted,
             emitted=jnp.sum(after.length_B - before.length_B),
             sequences=jnp.sum(live_BR[:, 0]),
-            pairs=jnp.sum(expert_bits.count(expert_bits.union(used_BRLW, axis=(0, 1)))),
-            rows=jnp.sum(live_BR),
-            root_pairs=jnp.sum(expert_bits.count(expert_bits.union(used_BRLW[:, 0], axis=0))),
+            # What the commit has counted already.
+            pairs=jnp.sum(after.counters.use.distinct_L - before.counters.use.distinct_L),
+            rows=after.counters.live_rows - before.counters.live_rows,
+            root_pairs=jnp.sum(expert_bits.count(expert_bits.union(roots_BLW, axis=0))),
         ),
     )
 
