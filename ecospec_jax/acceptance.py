@@ -1,6 +1,5 @@
 """Fitted acceptance models, kept with the drafter: `FOLDER/acceptance.json`, one fit a decoding temperature."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -10,8 +9,8 @@ import numpy as np
 import pydantic
 
 from ecospec_jax.calibration import FEATURES, Calibration
-from ecospec_jax.config import STRICT, from_json, to_json
-from ecospec_jax.errors import UserError, reported_as_user_error
+from ecospec_jax.config import STRICT, read_json, write_json
+from ecospec_jax.errors import UserError
 
 FORMAT = 1
 ACCEPTANCE = "acceptance.json"
@@ -85,17 +84,12 @@ class Acceptance:
 
 def write_acceptance(path: Path, acceptance: Acceptance) -> None:
     """Writes the file whole or not at all."""
-    with reported_as_user_error(f"{path}: cannot be written", OSError):
-        unfinished = path.with_name(path.name + ".unfinished")
-        unfinished.write_text(json.dumps(to_json(acceptance), indent=1) + "\n")
-        unfinished.replace(path)
+    write_json(path, acceptance)
 
 
 def read_acceptance(path: Path, drafter_hash: str) -> Acceptance:
     """Reads what `write_acceptance` wrote; a wrong file, or another drafter's, is a `UserError`."""
-    with reported_as_user_error(f"{path}: cannot be read", OSError, ValueError):
-        values = json.loads(path.read_text())
-    acceptance = from_json(Acceptance, values, str(path))
+    acceptance = read_json(Acceptance, path)
     if acceptance.format != FORMAT:
         raise UserError(f"{path}: format {acceptance.format}, this version reads {FORMAT}")
     if acceptance.drafter_hash != drafter_hash:

@@ -4,12 +4,14 @@ Published checkpoints spell these in several dialects; `convert/` translates the
 impossible value is refused where it is made.
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 import pydantic
 
-from ecospec_jax.errors import UserError
+from ecospec_jax.errors import UserError, reported_as_user_error
 
 STRICT = pydantic.ConfigDict(extra="forbid", arbitrary_types_allowed=False)
 ConfigT = TypeVar("ConfigT")
@@ -30,6 +32,21 @@ def from_json(kind: type[ConfigT], values: Any, source: str) -> ConfigT:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise UserError(f"{source}: {where}: {first['msg']}") from error
+
+
+def write_json(path: Path, config: Any) -> None:
+    """Writes a config as a JSON file, whole or not at all; a place that cannot be written is a `UserError`."""
+    with reported_as_user_error(f"{path}: cannot be written", OSError):
+        unfinished = path.with_name(path.name + ".unfinished")
+        unfinished.write_text(json.dumps(to_json(config), indent=1) + "\n")
+        unfinished.replace(path)
+
+
+def read_json(kind: type[ConfigT], path: Path) -> ConfigT:
+    """Reads what `write_json` wrote; a wrong file is a `UserError`."""
+    with reported_as_user_error(f"{path}: cannot be read", OSError, ValueError):
+        values = json.loads(path.read_text())
+    return from_json(kind, values, str(path))
 
 
 def _require(condition: bool, message: str) -> None:

@@ -1,6 +1,5 @@
 """What a step costs, in bytes from the configurations or in seconds from measurements (docs/design.md section 4)."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +17,8 @@ from ecospec_jax.config import (
     Eagle3Config,
     ModelConfig,
     PredictorConfig,
-    from_json,
-    to_json,
+    read_json,
+    write_json,
 )
 from ecospec_jax.errors import UserError, reported_as_user_error
 
@@ -150,14 +149,12 @@ def fit_seconds(
 
 
 def write_cost(path: Path, cost: CostModel) -> None:
-    """Writes a cost model as JSON."""
+    """Writes a cost model as JSON, whole or not at all, and makes the folder."""
     with reported_as_user_error(f"{path}: cannot be written", OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(to_json(cost), indent=1) + "\n")
+    write_json(path, cost)
 
 
 def read_cost(path: Path) -> CostModel:
     """Reads what `write_cost` wrote; a wrong file is a `UserError`."""
-    with reported_as_user_error(f"{path}: cannot be read", OSError, ValueError):
-        values = json.loads(path.read_text())
-    return from_json(CostModel, values, str(path))
+    return read_json(CostModel, path)

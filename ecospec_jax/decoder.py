@@ -378,12 +378,10 @@ class Decoder:
 
     def _fresh(self, plan: StepPlan, batch_size: int) -> Adaptation:
         assert plan.cost is not None
-        config, temperature = self.target.config, plan.sampling.temperature
         calibration = Calibration.trusting()
         if plan.calibrated and self.acceptance is not None:
-            calibration = self.acceptance.at(temperature)
-        routing = RoutingShape(len(config.moe_layers), config.num_experts, config.experts_per_token)
-        return Adaptation.fresh(plan.cost, routing, batch_size, calibration)
+            calibration = self.acceptance.at(plan.sampling.temperature)
+        return Adaptation.fresh(plan.cost, RoutingShape.of(self.target.config), batch_size, calibration)
 
     def check_fits(self, prompt: Prompt, max_new_tokens: int, where: str) -> None:
         """Raises a `UserError` that begins with `where` if prompt and answer exceed the model's context."""

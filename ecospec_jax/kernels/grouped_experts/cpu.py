@@ -33,7 +33,7 @@ def grouped_experts(
     call = jax.ffi.ffi_call("ecospec_grouped_experts", jax.ShapeDtypeStruct(x_TD.shape, x_TD.dtype))
     return call(
         x_TD,
-        expert_ids_TK.astype(jnp.int32),
+        expert_ids_TK,
         combine_weights_TK.astype(jnp.float32),
         jnp.reshape(jnp.asarray(first, jnp.int32), (1,)),
         *weights,

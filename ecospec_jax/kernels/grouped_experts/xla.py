@@ -29,8 +29,6 @@ def grouped_experts(
 ) -> Float[Array, "rows hidden"]:
     """See `ecospec_jax.kernels.grouped_experts`. Accumulates in float32."""
     rows, hidden = x_TD.shape
-    if expert_ids_TK.size == 0:
-        return jnp.zeros_like(x_TD)
     size = block_size(rows, expert_ids_TK.shape[1], experts.count)
     blocks = expert_blocks(expert_ids_TK, combine_weights_TK, experts.count, size)
     flat, first = experts.flat()
