@@ -3,14 +3,12 @@
 import re
 
 import jax.numpy as jnp
-import numpy as np
 
-from convert.assembly import Assembly, Part, translate
+from convert.assembly import Assembly, Part, check_target, translate
 from convert.hf_config import HFConfig
 from convert.safetensors_reader import SafetensorsReader
 from ecospec_jax.checkpoint import stored_parameters
 from ecospec_jax.config import Qwen3MoeConfig
-from ecospec_jax.errors import UserError
 
 _NAMES = {
     r"embedding\.weight": "model.embed_tokens.weight",
@@ -23,8 +21,7 @@ _NAMES = {
     r"layers\.(\d+)\.mlp\.(gate|up|down)\.weight": r"model.layers.\1.mlp.\2_proj.weight",
     r"layers\.(\d+)\.moe\.router\.gate\.weight": r"model.layers.\1.mlp.gate.weight",
 }
-_EXPERTS = re.compile(r"layers\.(?P<layer>\d+)\.moe\.experts\.(?P<kind>gate|up|down)")
-_COMPARED_BYTES = 1 << 24
+_EXPERTS = re.compile(r"layers\.(?P<layer>\d+)\.moe\.experts\.(?P<kind>gate|up|down)\.weight")
 
 
 def open_target(source: HFConfig) -> Part[Qwen3MoeConfig]:
@@ -34,10 +31,7 @@ def open_target(source: HFConfig) -> Part[Qwen3MoeConfig]:
     _, stored = stored_parameters(config, jnp.dtype(jnp.float32))
     assemblies = {path: _assembly(path, variable.get_value().shape, reader) for path, variable in stored.items()}
     part = Part("target", source, config, reader, assemblies)
-    redundant_head = config.tie_embeddings and "lm_head.weight" in reader.tensors
-    part.check(unstored=frozenset({"lm_head.weight"} if redundant_head else ()))
-    if redundant_head:
-        _check_equal(reader, "lm_head.weight", "model.embed_tokens.weight")
+    check_target(part, tied=config.tie_embeddings, head="lm_head.weight", embedding="model.embed_tokens.weight")
     return part
 
 
@@ -69,25 +63,7 @@ def _config(source: HFConfig) -> Qwen3MoeConfig:
 
 
 def _assembly(path: str, shape: tuple[int, ...], reader: SafetensorsReader) -> Assembly:
-    """Experts come one by one, or fused: `gate_up_proj` holds gate rows, then up rows."""
     experts = _EXPERTS.fullmatch(path)
     if experts is None:
         return Assembly.whole(translate(path, _NAMES), shape)
-    prefix, kind = f"model.layers.{experts['layer']}.mlp.experts", experts["kind"]
-    if f"{prefix}.gate_up_proj" not in reader.tensors:
-        return Assembly.stacked([f"{prefix}.{expert}.{kind}_proj.weight" for expert in range(shape[0])], shape)
-    if kind == "down":
-        return Assembly.whole(f"{prefix}.down_proj", shape)
-    return Assembly.half(f"{prefix}.gate_up_proj", shape, index=("gate", "up").index(kind))
-
-
-def _check_equal(reader: SafetensorsReader, name: str, other: str) -> None:
-    first, second = reader.tensors[name], reader.tensors[other]
-    same = (first.dtype, first.shape) == (second.dtype, second.shape)
-    if same:
-        bytes_of = lambda tensor: reader.read(tensor).reshape(-1).view(np.uint8)  # noqa: E731
-        mine, others = bytes_of(name), bytes_of(other)
-        blocks = range(0, mine.size, _COMPARED_BYTES)
-        same = all(np.array_equal(mine[at : at + _COMPARED_BYTES], others[at : at + _COMPARED_BYTES]) for at in blocks)
-    if not same:
-        raise UserError(f"{first.file}: tensor {name} differs from {other}, though tie_word_embeddings is true")
+    return Assembly.experts(f"model.layers.{experts['layer']}.mlp.experts", experts["kind"], shape, reader)

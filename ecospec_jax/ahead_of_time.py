@@ -81,13 +81,16 @@ class Target:
     devices: Sequence[Any]
     options: dict[str, Any] = field(default_factory=dict)
 
-    def compile(self, function: Callable[..., Any], *args: Any) -> jax.stages.Compiled:
-        """Compiles for arguments that are `jax.ShapeDtypeStruct`s with a sharding or format over `devices`."""
+    def compile(self, function: Callable[..., Any], *args: Any, **jit: Any) -> jax.stages.Compiled:
+        """Compiles for arguments that are `jax.ShapeDtypeStruct`s with a sharding or format over `devices`.
+
+        `jit` are options of `jax.jit`.
+        """
         device = self.devices[0]
         kind = AbstractDevice(device.device_kind, getattr(device, "num_cores", None), device.platform)
         # Pallas asks the mesh which device it lowers for.
         with use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
-            return jax.jit(function).lower(*args).compile(self.options)
+            return jax.jit(function, **jit).lower(*args).compile(self.options)
 
 
 def target(name: str) -> Target:

@@ -1,9 +1,10 @@
 """Converted checkpoints: Orbax pieces and the manifest that describes them.
 
     FOLDER/manifest.json          what the pieces must be; written last
-    FOLDER/target/layers.7/       one Orbax save a decoder layer
+    FOLDER/target/layers.7/       one Orbax save a decoder layer, without its experts' matrices
+    FOLDER/target/layers.7.moe.experts.gate/   and one each of those, of all the layer's experts
     FOLDER/target/top/            the target's other parameters
-    FOLDER/drafter/top/           the drafter's
+    FOLDER/drafter/top/           the drafter's; its experts, if it has any, as above
     FOLDER/tokenizer/             as published
 
 Every piece's files are checked against the manifest before Orbax reads them, since Orbax casts dtypes silently, does
@@ -34,20 +35,24 @@ from ecospec_jax.config import (
     DrafterConfig,
     Eagle3Config,
     ModelConfig,
+    MtpConfig,
     PredictorConfig,
     from_json,
     to_json,
 )
 from ecospec_jax.errors import UserError, reported_as_user_error
-from ecospec_jax.models import DRAFTERS, PREDICTORS, TARGETS
+from ecospec_jax.models import abstract
 from ecospec_jax.models.drafter import Drafter
+from ecospec_jax.models.moe import spread
 from ecospec_jax.models.target import Target
 from ecospec_jax.sharding import Placement
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
 FLOATS = ("bfloat16", "float16", "float32")  # dtypes that weights are stored in
+# A layer's expert matrices are most of a model, so each is a piece of its own, its scales included.
+_APART = re.compile(r"(?:layers\.\d+|layer)\.moe\.experts\.\w+(?=\.)|layers\.\d+(?=\.)")
 _READ_BYTES = 1 << 20
 _CHUNK_BYTES = 64 << 20  # a device that holds a shard reads whole chunks
 
@@ -146,7 +151,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parameters(module: Any) -> dict[str, nnx.Variable]:
-    """The module's own variables by dotted path, such as `layers.7.moe.experts.gate`."""
+    """The module's own variables by dotted path, such as `layers.7.moe.experts.gate.weight`."""
     return {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(nnx.state(module))}
 
 
@@ -154,15 +159,14 @@ def stored_parameters(
     config: ModelConfig | DrafterConfig | PredictorConfig, dtype: jnp.dtype
 ) -> tuple[Any, dict[str, nnx.Variable]]:
     """A module without values, and those of its variables that a checkpoint holds; the target lends the others."""
-    build = (TARGETS | DRAFTERS | PREDICTORS)[config.family]
-    module = nnx.eval_shape(lambda: build(config, dtype=dtype, rngs=nnx.Rngs(0)))
+    module = abstract(config, dtype)
     borrowed = borrowed_parameters(config)
     return module, {path: variable for path, variable in parameters(module).items() if path not in borrowed}
 
 
 def borrowed_parameters(config: ModelConfig | DrafterConfig | PredictorConfig) -> tuple[str, ...]:
     """Parameters that a drafter or predictor takes from its target."""
-    if isinstance(config, Eagle3Config):
+    if isinstance(config, Eagle3Config | MtpConfig):
         owned = {"embedding.weight": config.own_embedding, "head.weight": config.own_head}
         return tuple(path for path, own in owned.items() if not own)
     return ("embedding.weight",) if isinstance(config, BackbonePredictorConfig) else ()
@@ -178,8 +182,8 @@ def borrow(module: Any, config: DrafterConfig | PredictorConfig, target: Target)
 
 def piece_name(role: str, path: str) -> str:
     """The piece that holds a parameter of the `target` or the `drafter`."""
-    layer = re.match(r"layers\.\d+(?=\.)", path)
-    return f"{role}/{layer[0] if layer else 'top'}"
+    apart = _APART.match(path)
+    return f"{role}/{apart[0] if apart else 'top'}"
 
 
 def save_piece(folder: Path, tensors: Mapping[str, np.ndarray]) -> PieceRecord:
@@ -200,8 +204,11 @@ def save_piece(folder: Path, tensors: Mapping[str, np.ndarray]) -> PieceRecord:
 
 def load_target(folder: Path, manifest: Manifest, dtype: jnp.dtype, placement: Placement | None = None) -> Target:
     """Restores the target, piece by piece, straight onto the devices of `placement` (default: the first device)."""
+    if all(name.startswith("drafter/") for name in manifest.pieces):
+        raise UserError(f"{folder}: holds a drafter alone; name its target, and this folder as the drafter")
     module, stored = stored_parameters(manifest.target, dtype)
     restore(folder, manifest.pieces, "target", stored, placement)
+    spread(module, placement)
     return module
 
 
@@ -271,7 +278,7 @@ def _check_record(where: str, record: PieceRecord, variables: Mapping[str, nnx.V
         tensor, abstract = record.tensors[path], variable.get_value()
         if tensor.shape != abstract.shape:
             raise UserError(f"{where}: tensor {path} has shape {tensor.shape}; the config asks for {abstract.shape}")
-        allowed = FLOATS if jnp.issubdtype(abstract.dtype, jnp.floating) else (abstract.dtype.name,)
+        allowed = FLOATS if abstract.dtype.name in FLOATS else (abstract.dtype.name,)
         if tensor.dtype not in allowed:
             raise UserError(f"{where}: tensor {path} has dtype {tensor.dtype}, which is not {' or '.join(allowed)}")
 

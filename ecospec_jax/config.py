@@ -7,7 +7,7 @@ impossible value is refused where it is made.
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic
 
@@ -113,24 +113,161 @@ class Qwen3MoeConfig:
     __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
 
     def __post_init__(self) -> None:
-        _require(self.num_heads % self.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads")
-        _require(self.head_dim % 2 == 0, f"head_dim must be even, not {self.head_dim}")
-        _require(
-            1 <= self.experts_per_token <= self.num_experts,
-            f"experts_per_token {self.experts_per_token} is not in 1..{self.num_experts}",
-        )
-        _require(
-            all(0 <= layer < self.num_layers for layer in self.dense_layers),
-            f"dense_layers {self.dense_layers} are not all in 0..{self.num_layers - 1}",
-        )
+        _check_attention_and_experts(self)
+        _require_layers("dense_layers", self.dense_layers, self.num_layers)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Indices of the decoder layers that have experts."""
         return tuple(layer for layer in range(self.num_layers) if layer not in self.dense_layers)
 
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that rope turns: all."""
+        return self.head_dim
 
-ModelConfig = Qwen3MoeConfig
+
+@dataclass(frozen=True)
+class GptOssConfig:
+    """gpt-oss target (docs/formats.md A.2). All layers have experts.
+
+    Attributes:
+        sliding_layers: layers that see the last `sliding_window` positions, a token's own included.
+        swiglu_limit: clamp of the experts' activation.
+        expert_storage: `plain` in the model's dtype, or `mxfp4`.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    moe_intermediate_size: int
+    num_experts: int
+    experts_per_token: int
+    sliding_window: int
+    sliding_layers: tuple[int, ...]
+    swiglu_limit: float
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_positions: int
+    expert_storage: Literal["plain", "mxfp4"]
+    tie_embeddings: bool = False
+    family: Literal["gpt_oss"] = "gpt_oss"
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
+
+    def __post_init__(self) -> None:
+        _check_attention_and_experts(self)
+        _require(self.sliding_window >= 1, f"sliding_window must be at least 1, not {self.sliding_window}")
+        _require(self.swiglu_limit > 0, f"swiglu_limit must be positive, not {self.swiglu_limit}")
+        _require_layers("sliding_layers", self.sliding_layers, self.num_layers)
+        _require(len(set(self.sliding_layers)) < self.num_layers, "at least one layer must see every position")
+        for name in ("hidden_size", "moe_intermediate_size"):
+            size = getattr(self, name)
+            _require(
+                self.expert_storage == "plain" or size % 32 == 0, f"mxfp4 blocks hold 32 numbers; {name} is {size}"
+            )
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the decoder layers that have experts."""
+        return tuple(range(self.num_layers))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that rope turns: all."""
+        return self.head_dim
+
+
+@dataclass(frozen=True)
+class DeepseekV3Config:
+    """DeepSeek-V3 target (docs/formats.md A.3), without its MTP module.
+
+    Attributes:
+        q_lora_rank, kv_lora_rank: widths of the latents that queries, and keys and values, come from.
+        qk_nope_head_dim, qk_rope_head_dim: channels of a head's query without and with rope.
+        v_head_dim: channels of a head's value.
+        intermediate_size: of the dense layers, which are those before `first_sparse_layer`.
+        shared_experts: experts, as one wider MLP, that every token goes through.
+        groups, groups_per_token: experts are chosen within the best groups only.
+        routed_scaling_factor: of the routed experts' sum.
+        storage: of all projections but router, embedding and head: `plain` in the model's dtype, or `fp8`.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_experts: int
+    experts_per_token: int
+    shared_experts: int
+    groups: int
+    groups_per_token: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    first_sparse_layer: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_positions: int
+    storage: Literal["plain", "fp8"]
+    tie_embeddings: bool = False
+    family: Literal["deepseek_v3"] = "deepseek_v3"
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
+
+    def __post_init__(self) -> None:
+        _check_experts(self)
+        _require(self.qk_rope_head_dim % 2 == 0, f"qk_rope_head_dim must be even, not {self.qk_rope_head_dim}")
+        _require(self.num_experts % self.groups == 0, f"{self.num_experts} experts do not form {self.groups} groups")
+        group = self.num_experts // self.groups
+        _require(group >= 2, "a group of experts is judged by its best two; groups have one")
+        _require(
+            1 <= self.groups_per_token <= self.groups and self.experts_per_token <= self.groups_per_token * group,
+            f"{self.experts_per_token} experts a token do not fit into {self.groups_per_token} groups of {group}",
+        )
+        _require(self.shared_experts >= 1, f"shared_experts must be at least 1, not {self.shared_experts}")
+        _require(
+            0 <= self.first_sparse_layer < self.num_layers,
+            f"first_sparse_layer {self.first_sparse_layer} is not in 0..{self.num_layers - 1}",
+        )
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the decoder layers that have experts."""
+        return tuple(range(self.first_sparse_layer, self.num_layers))
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels that rope turns."""
+        return self.qk_rope_head_dim
+
+
+def _check_attention_and_experts(config: "Qwen3MoeConfig | GptOssConfig") -> None:
+    _require(config.num_heads % config.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads")
+    _require(config.head_dim % 2 == 0, f"head_dim must be even, not {config.head_dim}")
+    _check_experts(config)
+
+
+def _check_experts(config: "ModelConfig") -> None:
+    _require(
+        1 <= config.experts_per_token <= config.num_experts,
+        f"experts_per_token {config.experts_per_token} is not in 1..{config.num_experts}",
+    )
+
+
+def _require_layers(name: str, listed: tuple[int, ...], layers: int) -> None:
+    _require(all(0 <= layer < layers for layer in listed), f"{name} {listed} are not all in 0..{layers - 1}")
+
+
+ModelConfig = Annotated[Qwen3MoeConfig | GptOssConfig | DeepseekV3Config, pydantic.Field(discriminator="family")]
+FINAL = -1  # among a drafter's boundaries: the state after the target's final norm (docs/formats.md 0)
 
 
 @dataclass(frozen=True)
@@ -141,7 +278,9 @@ class Eagle3Config:
         target_hidden_size: width of the target's residual stream.
         vocab_size: the target's vocabulary; drafted tokens are target ids.
         draft_vocab_size: rows of the drafter's own head; below `vocab_size` an offset map `d2t` translates.
-        boundaries: residual-stream boundaries b in 0..L whose states are concatenated, low to high.
+        boundaries: boundaries of the target's residual stream, in 0..L, whose states are concatenated, low to high; or
+            `FINAL` alone.
+        fc: the states go through `fc`; without it there is one state, of the drafter's width, taken as it is.
         norm_before_fc: one RMSNorm over the concatenation before `fc` (`input_norm`).
         norm_each_boundary: one RMSNorm per boundary before `fc` (`fc_norm.{i}`); excludes `norm_before_fc`.
         norm_before_residual: the residual branch starts from the normed hidden state.
@@ -161,6 +300,7 @@ class Eagle3Config:
     rms_norm_eps: float
     rope: RopeConfig
     boundaries: tuple[int, ...]
+    fc: bool = True
     norm_before_fc: bool = False
     norm_each_boundary: bool = False
     norm_before_residual: bool = False
@@ -174,10 +314,22 @@ class Eagle3Config:
         _require(self.num_heads % self.num_kv_heads == 0, "drafter num_heads must be a multiple of num_kv_heads")
         _require(len(self.boundaries) > 0, "an EAGLE-3 drafter needs at least one boundary")
         _require(
+            self.boundaries == (FINAL,) or min(self.boundaries) >= 0,
+            f"boundaries {self.boundaries} are not all in 0..L",
+        )
+        _require(
             0 < self.draft_vocab_size <= self.vocab_size,
             f"draft_vocab_size {self.draft_vocab_size} is not in 1..{self.vocab_size}",
         )
         _require(not (self.norm_before_fc and self.norm_each_boundary), "input_norm and fc_norm exclude each other")
+        _require(
+            self.fc or not (self.norm_before_fc or self.norm_each_boundary),
+            "input_norm and fc_norm need an fc behind them",
+        )
+        _require(
+            self.fc or (len(self.boundaries) == 1 and self.hidden_size == self.target_hidden_size),
+            "a drafter without fc takes one state of the target, of its own hidden size",
+        )
         _require(
             self.own_head or self.draft_vocab_size == self.vocab_size,
             "a drafter without its own head must draft the full vocabulary",
@@ -189,7 +341,41 @@ class Eagle3Config:
         )
 
 
-DrafterConfig = Eagle3Config
+@dataclass(frozen=True)
+class MtpConfig:
+    """DeepSeek's multi-token prediction module (docs/formats.md D).
+
+    Attributes:
+        layer: the target's config; the module's decoder layer is one of its sparse layers.
+        recycle: what takes the place of the target's hidden state behind the first drafted token: the module's own,
+            `normed` by its final norm or `raw`.
+        own_embedding, own_head: the checkpoint carries its own; otherwise the target's are used.
+    """
+
+    layer: DeepseekV3Config
+    recycle: Literal["normed", "raw"] = "normed"
+    own_embedding: bool = False
+    own_head: bool = False
+    family: Literal["mtp"] = "mtp"
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
+
+    @property
+    def vocab_size(self) -> int:
+        """The target's."""
+        return self.layer.vocab_size
+
+    @property
+    def target_hidden_size(self) -> int:
+        """Width of the target's residual stream."""
+        return self.layer.hidden_size
+
+    @property
+    def boundaries(self) -> tuple[int, ...]:
+        """The state behind the target's final norm alone."""
+        return (FINAL,)
+
+
+DrafterConfig = Annotated[Eagle3Config | MtpConfig, pydantic.Field(discriminator="family")]
 
 
 @dataclass(frozen=True)

@@ -3,24 +3,28 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import ClassVar, Literal
 
+import jax.numpy as jnp
 import numpy as np
 import pydantic
 
+from ecospec_jax.checkpoint import parameters
 from ecospec_jax.config import (
     STRICT,
     BackboneConfig,
     BackbonePredictorConfig,
     DrafterConfig,
-    Eagle3Config,
     ModelConfig,
+    MtpConfig,
     PredictorConfig,
     read_json,
     write_json,
 )
 from ecospec_jax.errors import UserError, reported_as_user_error
+from ecospec_jax.models import abstract
 
 
 @dataclass(frozen=True)
@@ -71,39 +75,76 @@ def byte_model(
     drafter: DrafterConfig | None = None,
     predictor: PredictorConfig | None = None,
     depth: int = 3,
+    branch: int = 2,
 ) -> CostModel:
-    """The cost in bytes of weights read, each stored in `bytes_per_weight` bytes.
+    """The cost in bytes of weights read: `bytes_per_weight` each, or what those take that are stored quantised.
 
-    A drafter is read once for the catch-up and once for each further level of the tree of `depth` levels; a predictor
-    with a backbone once. Tables cost nothing: a step reads rows of them.
+    A drafter is read once for the catch-up and once for each further level of the tree of `depth` levels; of its own
+    experts, if it has any, those that `branch` rows touch under uniform routing. A predictor with a backbone is read
+    once. Tables cost nothing: a step reads rows of them.
     """
-    hidden, layers = config.hidden_size, config.num_layers
+    sizes = _sizes(config)
+    experts = sum((size for path, size in sizes.items() if ".moe.experts." in path), _Size())
+    everything = sum(sizes.values(), _Size())
+    embedding = _Size() if config.tie_embeddings else sizes["embedding.weight"]  # of which a pass reads rows
     moe_layers = len(config.moe_layers)
-    attention = _attention_weights(config, hidden) + 2 * config.head_dim + 2 * hidden
-    if config.attention_bias:
-        attention += (config.num_heads + 2 * config.num_kv_heads) * config.head_dim + hidden
-    routers = moe_layers * config.num_experts * hidden
-    dense = (layers - moe_layers) * 3 * hidden * config.intermediate_size
-    weights = layers * attention + routers + dense + hidden + config.vocab_size * hidden
     return CostModel(
-        fixed=weights * bytes_per_weight,
-        per_expert=3 * hidden * config.moe_intermediate_size * bytes_per_weight,
+        fixed=everything.less(experts).less(embedding).bytes(bytes_per_weight),
+        per_expert=experts.bytes(bytes_per_weight) / (moe_layers * config.num_experts),
         moe_layers=moe_layers,
-        draft=0.0 if drafter is None else _draft_weights(drafter, depth) * bytes_per_weight,
+        draft=0.0 if drafter is None else _draft_bytes(drafter, bytes_per_weight, depth, branch),
         predict=0.0 if predictor is None else _predictor_weights(predictor) * bytes_per_weight,
     )
 
 
-def _attention_weights(config: ModelConfig | Eagle3Config | BackboneConfig, inputs: int) -> int:
+@dataclass(frozen=True)
+class _Size:
+    """Numbers in the model's dtype, and bytes of numbers in a dtype of their own."""
+
+    numbers: int = 0
+    fixed_bytes: int = 0
+
+    def __add__(self, other: "_Size") -> "_Size":
+        return _Size(self.numbers + other.numbers, self.fixed_bytes + other.fixed_bytes)
+
+    def less(self, part: "_Size") -> "_Size":
+        return _Size(self.numbers - part.numbers, self.fixed_bytes - part.fixed_bytes)
+
+    def bytes(self, bytes_per_weight: float) -> float:
+        return self.numbers * bytes_per_weight + self.fixed_bytes
+
+
+@cache
+def _sizes(config: ModelConfig | DrafterConfig) -> dict[str, _Size]:
+    """Of a model's parameters, borrowed ones included."""
+    dtype = jnp.dtype(jnp.bfloat16)
+    sizes = {}
+    for path, variable in parameters(abstract(config, dtype)).items():
+        array = variable.get_value()
+        own = array.dtype != dtype
+        sizes[path] = _Size(0, array.size * array.dtype.itemsize) if own else _Size(array.size, 0)
+    return sizes
+
+
+def _draft_bytes(config: DrafterConfig, bytes_per_weight: float, depth: int, branch: int) -> float:
+    sizes = _sizes(config)
+    once = {path for path in sizes if path.startswith("fc.")}
+    experts = {path for path in sizes if ".moe.experts." in path}
+
+    def total(paths: set[str]) -> float:
+        return sum(sizes[path].bytes(bytes_per_weight) for path in paths)
+
+    touched = 0.0
+    if isinstance(config, MtpConfig):
+        unused = 1 - config.layer.experts_per_token / config.layer.num_experts
+        touched = (1 - unused) + (depth - 1) * (1 - unused**branch)
+    every = sizes.keys() - once - experts - {"embedding.weight", "target_ids"}
+    return total(once) + depth * total(every) + touched * total(experts)
+
+
+def _attention_weights(config: BackboneConfig, inputs: int) -> int:
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     return inputs * (heads + 2 * kv_heads) + config.hidden_size * heads
-
-
-def _draft_weights(config: Eagle3Config, depth: int) -> int:
-    hidden = config.hidden_size
-    layer = _attention_weights(config, 2 * hidden) + 3 * hidden * config.intermediate_size
-    head = config.draft_vocab_size * hidden
-    return len(config.boundaries) * config.target_hidden_size * hidden + depth * (layer + head)
 
 
 def _predictor_weights(config: PredictorConfig) -> int:

@@ -374,7 +374,14 @@ class Decoder:
         chosen = get_method(method)
         config = self._predictor_configs.get(chosen.predictor or "")
         drafter = getattr(self.drafter, "config", None) if chosen.drafts else None
-        return byte_model(self.target.config, self.dtype.itemsize, drafter=drafter, predictor=config, depth=spec.depth)
+        return byte_model(
+            self.target.config,
+            self.dtype.itemsize,
+            drafter=drafter,
+            predictor=config,
+            depth=spec.depth,
+            branch=spec.branch,
+        )
 
     def _fresh(self, plan: StepPlan, batch_size: int) -> Adaptation:
         assert plan.cost is not None

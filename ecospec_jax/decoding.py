@@ -191,7 +191,7 @@ def prefill(
     finished_B = lengths_B >= limits_B
     rows = _sequence_rows(prompts_BT, jnp.where(finished_B, 0, lengths_B))
     boundaries = () if drafter is None else drafter.boundaries
-    output, target_cache = target(rows, target.empty_cache(batch, capacity), boundaries)
+    output, target_cache = target(rows, target.empty_cache(batch, capacity, plan.spec.rows), boundaries)
     last_B11 = (lengths_B - 1)[:, None, None]
     logits_B1V = target.logits(jnp.take_along_axis(output.hidden_BRD, last_B11, axis=1))
     first_B1 = draw_tokens(logits_B1V, lengths_B[:, None], keys_B, plan.sampling)
@@ -201,6 +201,8 @@ def prefill(
         # Entry t pairs the features of position t with token t + 1; the last entry waits for the first step.
         shifted = replace(rows, tokens_BR=jnp.roll(prompts_BT, -1, axis=1))
         _, draft_cache = drafter.catch_up(shifted, output.features_BRF, drafter.empty_cache(batch, capacity))
+        if draft_cache.experts_read is not None:  # counted from the first step on
+            draft_cache = replace(draft_cache, experts_read=jnp.zeros_like(draft_cache.experts_read))
 
     sets_BTLW = _expert_sets(target, output)
     last_BLW = jnp.take_along_axis(sets_BTLW, last_B11[..., None], axis=1)[:, 0]
@@ -263,13 +265,13 @@ def draft(plan: StepPlan, weights: Weights, state: DecodeState) -> tuple[Candida
     if drafter is None:
         return empty_tree(batch), state
     assert state.draft_cache is not None
-    context_B = state.length_B - state.pending_count_B
+    context_B, going_B = state.length_B - state.pending_count_B, ~state.finished_B
 
     def catch_up(entries: int, cache: KVCache) -> tuple[Array, KVCache]:
         rows = Rows(
             tokens_BR=state.pending_tokens_BP[:, :entries],
             positions_BR=context_B[:, None] + jnp.arange(entries),
-            live_BR=jnp.arange(entries) < state.pending_count_B[:, None],
+            live_BR=going_B[:, None] & (jnp.arange(entries) < state.pending_count_B[:, None]),
             context_B=context_B,
             mask_BRW=_causal(batch, entries),
         )
@@ -286,7 +288,7 @@ def draft(plan: StepPlan, weights: Weights, state: DecodeState) -> tuple[Candida
         for entries, condition in ((longest, ~many), (slots, many)):
             caught_up = once_if(condition, lambda carry, entries=entries: catch_up(entries, carry[1]), caught_up)
         root_state_BH, draft_cache = caught_up
-    tree, draft_cache = expand_tree(drafter, draft_cache, root_state_BH, state.length_B, plan.spec)
+    tree, draft_cache = expand_tree(drafter, draft_cache, root_state_BH, state.length_B, going_B, plan.spec)
     pending_count_B = jnp.where(state.finished_B, state.pending_count_B, 0)
     return tree, replace(state, draft_cache=draft_cache, pending_count_B=pending_count_B)
 

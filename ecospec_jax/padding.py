@@ -13,9 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from ecospec_jax.checkpoint import parameters
 from ecospec_jax.errors import UserError
 from ecospec_jax.models.moe import Experts
 from ecospec_jax.models.target import Target
+
+_PADDED = ("experts.gate.weight", "experts.up.weight", "experts.down.weight")
 
 
 def pad_experts(target: Target, units: int, seed: int = 0) -> Target:
@@ -36,19 +39,21 @@ def pad_experts(target: Target, units: int, seed: int = 0) -> Target:
         `target`, whose config has `moe_intermediate_size + units`.
 
     Raises:
-        UserError: `units` is negative, or more than memory has room for.
+        UserError: `units` is negative, or more than memory has room for, or experts are quantised or have biases.
     """
     if units < 0:
         raise UserError(f"experts cannot be padded by {units} hidden units")
     if units == 0:
         return target
+    if other := [path for path in parameters(target) if ".experts." in path and not path.endswith(_PADDED)]:
+        raise UserError(f"experts with '{other[0]}' cannot be padded, only those of plain gate, up and down matrices")
     layers = [node for _, node in nnx.iter_graph(target) if isinstance(node, Experts)]
     if layers:
         _check_room(layers, units)
     for experts, key in zip(layers, jax.random.split(jax.random.key(seed), len(layers)), strict=True):
-        for part, part_key in zip((experts.gate, experts.up), jax.random.split(key), strict=True):
+        for part, part_key in zip((experts.gate.weight, experts.up.weight), jax.random.split(key), strict=True):
             part.set_value(_with_random_rows(part.get_value(), part_key, units=units))
-        experts.down.set_value(jnp.pad(experts.down.get_value(), ((0, 0), (0, 0), (0, units))))
+        experts.down.weight.set_value(jnp.pad(experts.down.weight.get_value(), ((0, 0), (0, 0), (0, units))))
     width = target.config.moe_intermediate_size + units
     target.config = dataclasses.replace(target.config, moe_intermediate_size=width)
     return target
@@ -70,7 +75,7 @@ def _with_random_rows(
 
 
 def _check_room(layers: list[Experts], units: int) -> None:
-    gate_EFD = layers[0].gate.get_value()
+    gate_EFD = layers[0].gate.weight.get_value()
     count, _, hidden = gate_EFD.shape
     needed = 3 * len(layers) * count * units * hidden * gate_EFD.dtype.itemsize
     free = _free_bytes(gate_EFD)

@@ -1,7 +1,46 @@
 """Published target shapes by name, for building and timing models without a download."""
 
-from ecospec_jax.config import Eagle3Config, ModelConfig, Qwen3MoeConfig, RopeConfig
+from ecospec_jax.config import (
+    DeepseekV3Config,
+    DrafterConfig,
+    Eagle3Config,
+    GptOssConfig,
+    ModelConfig,
+    MtpConfig,
+    Qwen3MoeConfig,
+    RopeConfig,
+)
 from ecospec_jax.errors import UserError
+
+
+def _gpt_oss(layers: int, experts: int) -> GptOssConfig:
+    return GptOssConfig(
+        vocab_size=201088,
+        hidden_size=2880,
+        num_layers=layers,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        moe_intermediate_size=2880,
+        num_experts=experts,
+        experts_per_token=4,
+        sliding_window=128,
+        sliding_layers=tuple(range(0, layers, 2)),
+        swiglu_limit=7.0,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(
+            theta=150000.0,
+            kind="yarn",
+            factor=32.0,
+            original_max_positions=4096,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            truncate=False,
+        ),
+        max_positions=131072,
+        expert_storage="mxfp4",
+    )
+
 
 PRESETS: dict[str, ModelConfig] = {
     "qwen3-30b-a3b": Qwen3MoeConfig(
@@ -36,6 +75,42 @@ PRESETS: dict[str, ModelConfig] = {
         rope=RopeConfig(theta=1e6),
         max_positions=40960,
     ),
+    "deepseek-v3.1": DeepseekV3Config(
+        vocab_size=129280,
+        hidden_size=7168,
+        num_layers=61,
+        num_heads=128,
+        q_lora_rank=1536,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        intermediate_size=18432,
+        moe_intermediate_size=2048,
+        num_experts=256,
+        experts_per_token=8,
+        shared_experts=1,
+        groups=8,
+        groups_per_token=4,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        first_sparse_layer=3,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(
+            theta=1e4,
+            kind="yarn",
+            factor=40.0,
+            original_max_positions=4096,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+        ),
+        max_positions=163840,
+        storage="fp8",
+    ),
+    "gpt-oss-20b": _gpt_oss(layers=24, experts=32),
+    "gpt-oss-120b": _gpt_oss(layers=36, experts=128),
 }
 
 
@@ -46,8 +121,13 @@ def get_preset(name: str) -> ModelConfig:
     return PRESETS[name]
 
 
-def eagle3_for(target: ModelConfig) -> Eagle3Config:
-    """An EAGLE-3 head of the published proportions: three boundaries, MLP six times as wide (docs/formats.md C.1)."""
+def drafter_for(target: ModelConfig) -> DrafterConfig:
+    """DeepSeek's own MTP module; for others an EAGLE-3 head of the published proportions (docs/formats.md C.1).
+
+    Such a head takes three boundaries and has an MLP six times as wide.
+    """
+    if isinstance(target, DeepseekV3Config):
+        return MtpConfig(target)
     layers = target.num_layers
     return Eagle3Config(
         hidden_size=target.hidden_size,

@@ -21,7 +21,7 @@ from ecospec_jax.cost import CostModel, byte_model, read_cost
 from ecospec_jax.errors import reported_as_user_error, run_command
 from ecospec_jax.methods import get_method
 from ecospec_jax.metrics import DecodeStats
-from ecospec_jax.presets import eagle3_for, get_preset
+from ecospec_jax.presets import drafter_for, get_preset
 from experiments.environment import environment, last_level_cache_bytes
 from experiments.prompts import Prompt, read_prompts
 from experiments.report import Record, first_differences, write_report
@@ -150,7 +150,7 @@ def _load_models(settings: Settings) -> Decoder:
     if settings.layers is not None:
         config = dataclasses.replace(config, num_layers=settings.layers)
     return Decoder.with_random_weights(
-        config, eagle3_for(config), dtype=dtype, seed=settings.seed, pad_ffn=settings.pad_ffn
+        config, drafter_for(config), dtype=dtype, seed=settings.seed, pad_ffn=settings.pad_ffn
     )
 
 

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ecospec_jax import config as config_module
+from ecospec_jax.models.moe import Experts
 from ecospec_jax.models.qwen3_moe import Qwen3Moe
 from experiments.kernel_peers import to_torch, torch_missing
 
@@ -49,6 +51,7 @@ def transformers_peer(model: Qwen3Moe, implementation: str) -> Iterator[Peer | s
 
     torch.set_num_threads(1)
     c = model.config
+    assert isinstance(c, config_module.Qwen3MoeConfig)
     config = Qwen3MoeConfig(
         vocab_size=c.vocab_size,
         hidden_size=c.hidden_size,
@@ -72,10 +75,12 @@ def transformers_peer(model: Qwen3Moe, implementation: str) -> Iterator[Peer | s
     state = {name: to_torch(array) for name, array in named_weights(model).items()}
     for index, layer in enumerate(model.layers):
         prefix = f"model.layers.{index}.mlp.experts"
-        assert layer.moe is not None
+        assert layer.moe is not None and isinstance(layer.moe.experts, Experts)
         experts = layer.moe.experts
-        state[f"{prefix}.gate_up_proj"] = torch.cat([to_torch(experts.gate[...]), to_torch(experts.up[...])], dim=1)
-        state[f"{prefix}.down_proj"] = to_torch(experts.down[...])
+        state[f"{prefix}.gate_up_proj"] = torch.cat(
+            [to_torch(part.weight[...]) for part in (experts.gate, experts.up)], dim=1
+        )
+        state[f"{prefix}.down_proj"] = to_torch(experts.down.weight[...])
     theirs.load_state_dict(state, assign=True)
     # No parameter, and so not among the weights.
     theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config)
@@ -147,6 +152,7 @@ def write_gguf(model: Qwen3Moe, file: Path) -> None:
     import gguf  # pyright: ignore[reportMissingImports]
 
     c = model.config
+    assert isinstance(c, config_module.Qwen3MoeConfig)
     writer = gguf.GGUFWriter(file, "qwen3moe")
     writer.add_vocab_size(c.vocab_size)
     writer.add_tokenizer_model("no_vocab")

@@ -6,7 +6,7 @@ from typing import Literal
 
 from ecospec_jax import UserError
 from ecospec_jax.cost import CostModel, byte_model
-from ecospec_jax.presets import PRESETS, eagle3_for, get_preset
+from ecospec_jax.presets import PRESETS, drafter_for, get_preset
 from experiments.recording import Header
 
 OWN = "own"
@@ -45,7 +45,7 @@ def full_target(name: str, depth: int) -> FullTarget:
     if name in WITHOUT_CONFIG:
         return WITHOUT_CONFIG[name]
     config = get_preset(name)
-    cost = byte_model(config, 2.0, drafter=eagle3_for(config), depth=depth)
+    cost = byte_model(config, 2.0, drafter=drafter_for(config), depth=depth)
     return FullTarget(cost.fixed, cost.per_expert, cost.moe_layers, config.experts_per_token, cost.draft)
 
 

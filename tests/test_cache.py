@@ -1,7 +1,5 @@
 """The cache's three operations against loops over plain arrays."""
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,12 +37,13 @@ def test_write_rows_keeps_the_storage_dtype() -> None:
 
 
 def test_empty_cache() -> None:
-    shape = SimpleNamespace(num_kv_heads=HEADS, head_dim=CHANNELS)
-    cache = empty_cache(shape, layers=4, batch=BATCH, capacity=SLOTS, dtype=jnp.dtype(jnp.bfloat16))
+    shapes = [((HEADS, CHANNELS), (1, CHANNELS + 2))] * 4
+    cache = empty_cache(shapes, slots=[SLOTS] * 4, batch=BATCH, dtype=jnp.dtype(jnp.bfloat16))
     assert cache.capacity == SLOTS
     assert len(cache.keys) == len(cache.values) == 4
+    assert {buffer.shape for buffer in cache.keys} == {(BATCH, HEADS, SLOTS, CHANNELS)}
+    assert {buffer.shape for buffer in cache.values} == {(BATCH, 1, SLOTS, CHANNELS + 2)}
     for buffer in cache.keys + cache.values:
-        assert buffer.shape == (BATCH, HEADS, SLOTS, CHANNELS)
         assert buffer.dtype == storage_dtype(jnp.dtype(jnp.bfloat16))
 
 

@@ -113,7 +113,7 @@ def test_a_step_copies_no_expert_weights_and_no_cache(method: str, dtype: str) -
     memory = compiled.memory_analysis()
 
     size = lambda leaf: leaf.size * leaf.dtype.itemsize  # noqa: E731
-    experts_bytes = 3 * size(target.layers[0].moe.experts.gate.get_value())
+    experts_bytes = 3 * size(target.layers[0].moe.experts.gate.weight.get_value())
     buffer_bytes, draft_buffer_bytes = size(state.target_cache.keys[0]), BATCH * 2 * CAPACITY * 40 * 4
     # all rows, heads and slots; after plain steps, the entries that wait are rows
     scores_bytes = BATCH * 4 * (plan.pending_slots if method == "rate" else 5) * CAPACITY * 4

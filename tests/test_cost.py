@@ -17,6 +17,7 @@ from ecospec_jax.checkpoint import parameters
 from ecospec_jax.config import FrequencyConfig, Qwen3MoeConfig, RopeConfig, TokenTableConfig
 from ecospec_jax.cost import CostModel, byte_model, fit_seconds, read_cost, write_cost
 from ecospec_jax.errors import UserError
+from ecospec_jax.models.gpt_oss import GptOss
 from ecospec_jax.presets import PRESETS
 from ecospec_jax.selection import Economy
 from tests import tiny, tiny_predictors
@@ -31,6 +32,38 @@ def test_published_figures_of_qwen3_235b() -> None:
     assert model.step(23.7) == pytest.approx(99.3e9, rel=0.01)
     assert model.step(20.5) == pytest.approx(88.1e9, rel=0.01)
     assert model.step(0) == model.fixed
+
+
+def test_published_figures_of_gpt_oss_120b() -> None:
+    """docs/design.md section 4: mxfp4 experts, the rest bf16; all weights together are the checkpoint's 65 GB."""
+    model = byte_model(PRESETS["gpt-oss-120b"], 2)
+    assert model.per_expert == pytest.approx(13.2e6, rel=3e-3)
+    assert model.fixed == pytest.approx(3.1e9, rel=5e-3)
+    assert model.step(11.6) == pytest.approx(8.6e9, rel=0.01)
+    embedding = 201088 * 2880 * 2
+    assert model.fixed + embedding + 36 * 128 * model.per_expert == pytest.approx(65.2e9, rel=5e-3)
+
+
+@pytest.mark.parametrize("storage", ["plain", "mxfp4"])
+def test_bytes_of_all_gpt_oss_weights_equal_those_of_the_model(storage: str) -> None:
+    config = replace(
+        PRESETS["gpt-oss-20b"],
+        vocab_size=101,
+        hidden_size=64,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=10,
+        moe_intermediate_size=96,
+        num_experts=9,
+        sliding_layers=(0, 2),
+        expert_storage=storage,
+    )
+    module = nnx.eval_shape(lambda: GptOss(config, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
+    arrays = {path: variable.get_value() for path, variable in parameters(module).items()}
+    total = sum(array.size * array.dtype.itemsize for array in arrays.values())
+    model = byte_model(config, 2)
+    assert model.fixed + 3 * 9 * model.per_expert + 2 * arrays["embedding.weight"].size == total
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -85,11 +118,11 @@ def test_bytes_of_all_weights_equal_the_parameter_count(tied: bool, bias: bool, 
 
 
 def matrices(module: nnx.Module) -> dict[str, int]:
-    """Sizes of the weight matrices by the part of the module that holds them; norms are not counted."""
+    """Sizes of the weights by the part of the module that holds them; tables of integers are not counted."""
     sizes: dict[str, int] = {}
     for path, variable in parameters(module).items():
         value = variable.get_value()
-        if value.ndim > 1 and jnp.issubdtype(value.dtype, jnp.floating):
+        if jnp.issubdtype(value.dtype, jnp.floating):
             part = path.split(".")[0]
             sizes[part] = sizes.get(part, 0) + value.size
     return sizes
@@ -99,9 +132,10 @@ def matrices(module: nnx.Module) -> dict[str, int]:
 def test_bytes_of_drafting_are_those_of_the_weights_it_reads(depth: int) -> None:
     """`fc` for the catch-up; layer and head for it and for each further level; of the embedding only rows."""
     part = matrices(tiny.make_drafter())
-    assert part.keys() == {"embedding", "fc", "attention", "mlp", "head"}
+    norms = {"embedding_norm", "hidden_norm", "mlp_norm", "norm"}
+    assert part.keys() == {"embedding", "fc", "attention", "mlp", "head"} | norms
     model = byte_model(tiny.TARGET, 2, drafter=tiny.DRAFTER, depth=depth)
-    assert model.draft == 2 * (part["fc"] + depth * (part["attention"] + part["mlp"] + part["head"]))
+    assert model.draft == 2 * (part.pop("fc") + depth * (sum(part.values()) - part["embedding"]))
     assert replace(model, draft=0.0) == byte_model(tiny.TARGET, 2)
 
 

@@ -380,7 +380,7 @@ def test_dead_rows_change_nothing() -> None:
     poisoned = nnx.clone(target)
     for layer, used_E in zip(poisoned.layers, used_LE, strict=True):
         assert (~used_E).sum() > 10
-        for weight in (layer.moe.experts.gate, layer.moe.experts.up, layer.moe.experts.down):
+        for weight in (part.weight for part in (layer.moe.experts.gate, layer.moe.experts.up, layer.moe.experts.down)):
             weight.set_value(jnp.where(used_E[:, None, None], weight[...], jnp.nan))
     weights = Weights(nnx.state(poisoned), weights.drafter)
     again = tiny.prefilled(program, weights, limits=limits)

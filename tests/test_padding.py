@@ -13,8 +13,10 @@ from ecospec_jax.checkpoint import parameters
 from ecospec_jax.config import Qwen3MoeConfig
 from ecospec_jax.cost import byte_model
 from ecospec_jax.kernels import ExpertWeights, grouped_experts, native
+from ecospec_jax.models import abstract
 from ecospec_jax.models.qwen3_moe import Qwen3Moe
 from ecospec_jax.padding import pad_experts
+from ecospec_jax.presets import PRESETS
 from ecospec_jax.sharding import Placement
 from tests import tiny
 from tests.tiny import quick_compilation
@@ -88,7 +90,7 @@ def test_new_units_are_real_weights_that_add_nothing(dtype: str) -> None:
     width = CONFIG.moe_intermediate_size
     seen = []
     for path, after in experts_of(target).items():
-        if path.endswith("down"):
+        if path.endswith("down.weight"):
             np.testing.assert_array_equal(after[:, :, :width], before[path])
             assert after.shape[2] == width + 500 and not after[:, :, width:].any()
             continue
@@ -117,7 +119,7 @@ def test_no_units_change_nothing() -> None:
 
 def test_a_seed_repeats_its_numbers() -> None:
     one, same, other = (experts_of(pad_experts(target_in("float32"), UNITS, seed)) for seed in (3, 3, 4))
-    path = "layers.0.moe.experts.up"
+    path = "layers.0.moe.experts.up.weight"
     np.testing.assert_array_equal(one[path], same[path])
     assert (one[path] != other[path]).any()
 
@@ -133,9 +135,25 @@ def test_impossible_padding_is_refused_before_anything_changes(monkeypatch: pyte
         pad_experts(target, 1)
     assert target.config == CONFIG
     with pytest.raises(UserError, match="not with a placement"):
-        Decoder.load("absent", pad_ffn=1, placement=Placement.create("tp", 1))
+        Decoder.load("absent", pad_ffn=1, placement=Placement.create("tp1"))
 
 
 def test_random_weights_are_padded() -> None:
     decoder = Decoder.with_random_weights(tiny.TARGET, tiny.DRAFTER, dtype="float32", pad_ffn=UNITS)
     assert decoder.target.config.moe_intermediate_size == tiny.TARGET.moe_intermediate_size + UNITS
+
+
+@pytest.mark.parametrize(
+    ("preset", "sizes", "named"),
+    [
+        ("gpt-oss-20b", {"moe_intermediate_size": 96, "num_experts": 5}, "layers.0.moe.experts.down.blocks"),
+        ("deepseek-v3.1", {"moe_intermediate_size": 40, "first_sparse_layer": 1}, "layers.1.moe.experts.down.scales"),
+    ],
+)
+def test_quantised_experts_are_refused(preset: str, sizes: dict[str, int], named: str) -> None:
+    small = {"hidden_size": 64, "num_layers": 2, "vocab_size": 31, "num_heads": 8}
+    if preset == "gpt-oss-20b":
+        small["sliding_layers"] = (0,)
+    target = abstract(replace(PRESETS[preset], **(small | sizes)), jnp.dtype(jnp.float32))
+    with pytest.raises(UserError, match=f"experts with '{named}' cannot be padded"):
+        pad_experts(target, 32)

@@ -96,8 +96,10 @@ def randomised(build: Callable[[], Any], seed: int) -> Any:
             value = np.sort(random.choice(module.config.vocab_size, shape, replace=False))
         elif not jnp.issubdtype(dtype, jnp.floating):
             value = np.zeros(shape)
-        elif len(shape) == 1:
+        elif len(shape) == 1 and path.endswith("weight"):  # of a norm
             value = random.uniform(0.5, 1.5, shape)
+        elif len(shape) == 1:
+            value = random.normal(size=shape) * 0.3
         else:
             value = random.normal(size=shape) * shape[-1] ** -0.5
         variable.set_value(jnp.asarray(value, dtype))

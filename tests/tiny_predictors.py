@@ -253,7 +253,10 @@ def token_routed(target: Qwen3Moe) -> Qwen3Moe:
     """The target with a residual stream that is the token's embedding everywhere, so that routing knows no context."""
     rigged = nnx.clone(target)
     for layer in rigged.layers:
-        outputs = [layer.attention.o.weight, layer.mlp.down.weight if layer.moe is None else layer.moe.experts.down]
+        outputs = [
+            layer.attention.o.weight,
+            layer.mlp.down.weight if layer.moe is None else layer.moe.experts.down.weight,
+        ]
         for weight in outputs:
             weight.set_value(jnp.zeros_like(weight.get_value()))
     return rigged

@@ -2,6 +2,17 @@
 
 from ecospec_jax.kernels.dense import dense
 from ecospec_jax.kernels.formats import Fp8, Matrix, Mxfp4, Plain
-from ecospec_jax.kernels.grouped_experts import ClampedSwiglu, ExpertWeights, Swiglu, grouped_experts
+from ecospec_jax.kernels.grouped_experts import Activation, ClampedSwiglu, ExpertWeights, Swiglu, grouped_experts
 
-__all__ = ["ClampedSwiglu", "ExpertWeights", "Fp8", "Matrix", "Mxfp4", "Plain", "Swiglu", "dense", "grouped_experts"]
+__all__ = [
+    "Activation",
+    "ClampedSwiglu",
+    "ExpertWeights",
+    "Fp8",
+    "Matrix",
+    "Mxfp4",
+    "Plain",
+    "Swiglu",
+    "dense",
+    "grouped_experts",
+]

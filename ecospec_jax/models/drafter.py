@@ -12,12 +12,17 @@ class Drafter(Protocol):
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """Which boundaries of the target's residual stream it wants as features."""
+        """Which boundaries of the target it wants as features; see `TargetOutput`."""
         ...
 
     @property
     def proposable(self) -> int:
         """How many different tokens it can propose: the most children a node can have."""
+        ...
+
+    @property
+    def vocabulary(self) -> Int[Array, " proposable"]:
+        """Target ids of the tokens it can propose."""
         ...
 
     def empty_cache(self, batch: int, capacity: int) -> KVCache:
@@ -34,6 +39,10 @@ class Drafter(Protocol):
         self, rows: Rows, state_BRH: Float[Array, "batch rows state"], cache: KVCache
     ) -> tuple[Float[Array, "batch rows state"], KVCache]:
         """Processes drafted tokens with their parents' states."""
+        ...
+
+    def logits(self, state: Float[Array, "... state"]) -> Float[Array, "... proposable"]:
+        """Logits of the next token over `vocabulary`, float32."""
         ...
 
     def propose(self, state: Float[Array, "... state"], k: int) -> tuple[Int[Array, "... k"], Float[Array, "... k"]]:

@@ -31,7 +31,7 @@ class Eagle3(nnx.Module):
             if config.norm_each_boundary
             else None
         )
-        self.fc = Linear(features, hidden, ("embed", "features"), dtype=dtype, rngs=rngs)
+        self.fc = Linear(features, hidden, ("embed", "features"), dtype=dtype, rngs=rngs) if config.fc else None
         self.embedding_norm = RMSNorm(hidden, eps, dtype=dtype)
         self.hidden_norm = RMSNorm(hidden, eps, dtype=dtype)
         self.attention = Attention(
@@ -51,7 +51,7 @@ class Eagle3(nnx.Module):
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """Boundaries of the target's residual stream whose states are this drafter's features."""
+        """Boundaries of the target whose states are this drafter's features."""
         return self.config.boundaries
 
     @property
@@ -59,9 +59,14 @@ class Eagle3(nnx.Module):
         """Size of the draft vocabulary."""
         return self.config.draft_vocab_size
 
+    @property
+    def vocabulary(self) -> Int[Array, " proposable"]:
+        """Target ids of the tokens it can propose."""
+        return self.target_ids[...]
+
     def empty_cache(self, batch: int, capacity: int) -> KVCache:
         """A cache of `capacity` slots a sequence."""
-        return empty_cache(self.config, layers=1, batch=batch, capacity=capacity, dtype=self.dtype)
+        return empty_cache([self.attention.cached], slots=[capacity], batch=batch, dtype=self.dtype)
 
     def catch_up(
         self, rows: Rows, features_BRF: Float[Array, "batch rows features"], cache: KVCache
@@ -73,7 +78,8 @@ class Eagle3(nnx.Module):
             features_BRF = jnp.concatenate(normed, axis=-1)
         if self.feature_norm is not None:
             features_BRF = self.feature_norm(features_BRF)
-        return self._layer(rows, self.fc(features_BRF), cache)
+        hidden_BRH = features_BRF if self.fc is None else self.fc(features_BRF)
+        return self._layer(rows, hidden_BRH, cache)
 
     def extend(
         self, rows: Rows, state_BRH: Float[Array, "batch rows hidden"], cache: KVCache
@@ -81,11 +87,14 @@ class Eagle3(nnx.Module):
         """Processes drafted tokens, each with its parent's state in place of features (`fc` is skipped)."""
         return self._layer(rows, self.norm(state_BRH) if self.config.norm_output else state_BRH, cache)
 
+    def logits(self, state: Float[Array, "... hidden"]) -> Float[Array, "... proposable"]:
+        """Logits of the next token over `vocabulary`, float32."""
+        return self.head(self.norm(state)).astype(jnp.float32)
+
     def propose(self, state: Float[Array, "... hidden"], k: int) -> tuple[Int[Array, "... k"], Float[Array, "... k"]]:
         """The k likeliest next tokens (target ids) and their log-probabilities within the draft vocabulary."""
-        log_probs = jax.nn.log_softmax(self.head(self.norm(state)).astype(jnp.float32), axis=-1)
-        best, draft_ids = lax.top_k(log_probs, k)
-        return self.target_ids[...][draft_ids], best
+        best, draft_ids = lax.top_k(jax.nn.log_softmax(self.logits(state), axis=-1), k)
+        return self.vocabulary[draft_ids], best
 
     def _layer(
         self, rows: Rows, hidden_BRH: Float[Array, "batch rows hidden"], cache: KVCache
@@ -93,12 +102,7 @@ class Eagle3(nnx.Module):
         angles = cos_sin(self.config.rope, self.config.head_dim, rows.positions_BR)
         normed = self.hidden_norm(hidden_BRH)
         both = jnp.concatenate([self.embedding_norm(self.embedding(rows.tokens_BR)), normed], axis=-1)
-        mixed, (keys, values) = self.attention(
-            both,
-            angles,
-            (cache.keys[0], cache.values[0]),
-            rows.context_B + rows.offset,
-            rows.visible_BRS(cache.capacity),
-        )
+        buffers = cache.keys[0], cache.values[0]
+        mixed, (keys, values) = self.attention(both, angles, buffers, rows.slots(cache.capacity))
         y_BRH = (normed if self.config.norm_before_residual else hidden_BRH) + mixed
         return y_BRH + self.mlp(self.mlp_norm(y_BRH)), KVCache([keys], [values])

@@ -1,33 +1,22 @@
-"""Layers that every model shares: linear, RMSNorm, attention over a cache, dense MLP.
+"""Layers that models share: linear, RMSNorm, attention over a cache, dense MLP. Weights are `[out, in]`."""
 
-Weights keep the checkpoint's layout (contraction dimension last). Each parameter carries `logical_axes`, one name per
-dimension; `sharding.py` alone maps these to mesh axes.
-"""
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from ecospec_jax.cache import Buffer, write_rows
-from ecospec_jax.kernels import Plain, dense
+from ecospec_jax.cache import Buffer, RingSlots, Slots
+from ecospec_jax.kernels import Fp8, Matrix, Plain, dense
+from ecospec_jax.models.matrices import MATRICES, Fp8Matrix, Mxfp4Matrix, Storage, parameter
 from ecospec_jax.models.rope import rotate
 
 
-def parameter(
-    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], dtype: jnp.dtype, scale: float | None = None
-) -> nnx.Param:
-    """A normally distributed parameter (standard deviation `scale`, default 1/sqrt of the last dimension)."""
-    assert len(shape) == len(axes)
-    deviation = shape[-1] ** -0.5 if scale is None else scale
-    value = deviation * jax.random.normal(rngs.params(), shape, jnp.float32)
-    return nnx.Param(value.astype(dtype), logical_axes=axes)
-
-
-def project(x: Float[Array, "... inputs"], weight_OI: Float[Array, "outputs inputs"]) -> Float[Array, "... outputs"]:
+def project(x: Float[Array, "... inputs"], matrix_OI: Matrix) -> Float[Array, "... outputs"]:
     """Product x W^T over the last dimension."""
-    y_TO = dense(x.reshape(-1, x.shape[-1]), Plain(weight_OI))
+    y_TO = dense(x.reshape(-1, x.shape[-1]), matrix_OI)
     return y_TO.reshape(*x.shape[:-1], -1)
 
 
@@ -43,29 +32,45 @@ class Linear(nnx.Module):
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
         bias: bool = False,
+        storage: Storage = "plain",
     ) -> None:
-        """`axes` are the logical names of (outputs, inputs)."""
-        self.weight = parameter(rngs, (outputs, inputs), axes, dtype)
+        """`axes` are the logical names of (outputs, inputs). `storage` is `plain` or `fp8`."""
+        matrix = MATRICES[storage]((outputs, inputs), axes, dtype=dtype, rngs=rngs)
+        assert not isinstance(matrix, Mxfp4Matrix)
+        self.weight = matrix.weight
+        self.scales = matrix.scales if isinstance(matrix, Fp8Matrix) else None
         self.bias = parameter(rngs, (outputs,), axes[:1], dtype, scale=0.02) if bias else None
+
+    @property
+    def matrix(self) -> Plain | Fp8:
+        """W as kernels take it."""
+        return Plain(self.weight[...]) if self.scales is None else Fp8(self.weight[...], self.scales[...])
 
     def __call__(self, x: Float[Array, "... inputs"]) -> Float[Array, "... outputs"]:
         """Applies the map to the last dimension."""
-        y = project(x, self.weight[...])
+        y = project(x, self.matrix)
         return y if self.bias is None else y + self.bias[...]
 
 
 class RMSNorm(nnx.Module):
-    """Normalise in float32, cast to the input's dtype, then multiply by the weight (Qwen, Llama and DeepSeek order)."""
+    """Normalises in float32, then casts to the input's dtype and multiplies by the weight (Qwen, Llama, DeepSeek).
 
-    def __init__(self, size: int, eps: float, *, dtype: jnp.dtype, axis: str = "embed") -> None:
+    gpt-oss multiplies in float32 before the cast (docs/formats.md A.0).
+    """
+
+    def __init__(
+        self, size: int, eps: float, *, dtype: jnp.dtype, axis: str = "embed", scale_in_float32: bool = False
+    ) -> None:
         """`axis` is the logical name of the channel dimension."""
         self.weight = nnx.Param(jnp.ones((size,), dtype), logical_axes=(axis,))
-        self.eps = eps
+        self.eps, self.scale_in_float32 = eps, scale_in_float32
 
     def __call__(self, x: Float[Array, "... channels"]) -> Float[Array, "... channels"]:
         """Normalises the last dimension."""
         x32 = x.astype(jnp.float32)
         normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        if self.scale_in_float32:
+            return (normed * self.weight[...].astype(jnp.float32)).astype(x.dtype)
         return normed.astype(x.dtype) * self.weight[...]
 
 
@@ -73,8 +78,11 @@ class Embedding(nnx.Module):
     """Token embedding `[vocab, hidden]`, also usable as a tied head."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        """Rows are token ids."""
-        self.weight = parameter(rngs, (vocab_size, hidden_size), ("vocab", "embed"), dtype, scale=1.0)
+        """Rows are token ids.
+
+        Layouts do not know their name: XLA would gather a split table as a whole to look a single token up.
+        """
+        self.weight = parameter(rngs, (vocab_size, hidden_size), ("tokens", "embed"), dtype, scale=1.0)
 
     def __call__(self, tokens: Int[Array, "..."]) -> Float[Array, "... hidden"]:
         """Looks up token ids."""
@@ -84,11 +92,14 @@ class Embedding(nnx.Module):
 
     def logits(self, hidden: Float[Array, "... hidden"]) -> Float[Array, "... vocab"]:
         """The transposed map: the weight as a head."""
-        return project(hidden, self.weight[...])
+        return project(hidden, Plain(self.weight[...]))
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention over a cache; optional per-head q/k RMSNorm before rope, optional biases."""
+    """Grouped-query attention over a cache; optional per-head q/k RMSNorm before rope, biases, sinks.
+
+    A sink is a logit of each head that takes part in the softmax and has no value: attention may go nowhere.
+    """
 
     def __init__(
         self,
@@ -102,6 +113,7 @@ class Attention(nnx.Module):
         rngs: nnx.Rngs,
         qk_norm_eps: float | None = None,
         bias: bool = False,
+        sinks: bool = False,
     ) -> None:
         """`input_size` differs from `hidden_size` where embedding and hidden state are concatenated (EAGLE-3)."""
         heads, kv_heads = num_heads * head_dim, num_kv_heads * head_dim
@@ -112,17 +124,23 @@ class Attention(nnx.Module):
         normed = qk_norm_eps is not None
         self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, axis="head_dim") if normed else None
         self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, axis="head_dim") if normed else None
+        self.sinks = parameter(rngs, (num_heads,), ("heads",), dtype, scale=1.0) if sinks else None
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
+
+    @property
+    def cached(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(heads, channels) of keys and of values."""
+        shape = self.num_kv_heads, self.head_dim
+        return shape, shape
 
     def __call__(
         self,
         x_BRD: Float[Array, "batch rows inputs"],
         cos_sin: tuple[Array, Array],
         buffers: tuple[Buffer, Buffer],
-        start_B: Int[Array, " batch"],
-        visible_BRS: Bool[Array, "batch rows slots"],
+        slots: Slots | RingSlots,
     ) -> tuple[Float[Array, "batch rows hidden"], tuple[Buffer, Buffer]]:
-        """Writes the rows' keys and values at `start_B`, then attends to the visible slots. Returns output, buffers."""
+        """Stores the rows' keys and values, then attends to the visible slots. Returns output, buffers."""
 
         def split(y: Array, heads: int) -> Array:
             return y.reshape(*y.shape[:2], heads, self.head_dim).swapaxes(1, 2)
@@ -135,27 +153,45 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *cos_sin), rotate(k, *cos_sin)
-        keys, values = write_rows(buffers[0], k, start_B), write_rows(buffers[1], v, start_B)
+        (kept_keys, keys), (kept_values, values) = slots.store(buffers[0], k), slots.store(buffers[1], v)
 
         batch, _, rows, _ = q.shape
         groups = self.num_heads // self.num_kv_heads
         q_BKGRH = q.reshape(batch, self.num_kv_heads, groups, rows, self.head_dim)
         # The rows are cast to the buffers' dtype, never a whole buffer to the rows'.
         scores = jnp.einsum("bkgrh,bksh->bkgrs", q_BKGRH.astype(keys.dtype), keys).astype(jnp.float32)
-        scores = jnp.where(visible_BRS[:, None, None], scores * self.head_dim**-0.5, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+        scores = jnp.where(slots.visible_BRS[:, None, None], scores * self.head_dim**-0.5, -jnp.inf)
+        weights = self._softmax(scores).astype(values.dtype)
         mixed = jnp.einsum("bkgrs,bksh->brkgh", weights, values).astype(q.dtype)
-        return self.o(mixed.reshape(batch, rows, self.num_heads * self.head_dim)), (keys, values)
+        return self.o(mixed.reshape(batch, rows, self.num_heads * self.head_dim)), (kept_keys, kept_values)
+
+    def _softmax(
+        self, scores: Float[Array, "batch kv_heads groups rows slots"]
+    ) -> Float[Array, "batch kv_heads groups rows slots"]:
+        if self.sinks is None:
+            return jax.nn.softmax(scores, axis=-1)
+        sinks = self.sinks[...].astype(jnp.float32).reshape(scores.shape[1], scores.shape[2], 1, 1)
+        sinks = jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))
+        return jax.nn.softmax(jnp.concatenate([scores, sinks], axis=-1), axis=-1)[..., :-1]
 
 
 class DenseMLP(nnx.Module):
     """SwiGLU: down(silu(gate x) * up x)."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+        storage: Storage = "plain",
+    ) -> None:
         """Three bias-free maps."""
-        self.gate = Linear(hidden_size, intermediate_size, ("mlp", "embed"), dtype=dtype, rngs=rngs)
-        self.up = Linear(hidden_size, intermediate_size, ("mlp", "embed"), dtype=dtype, rngs=rngs)
-        self.down = Linear(intermediate_size, hidden_size, ("embed", "mlp"), dtype=dtype, rngs=rngs)
+        linear = partial(Linear, dtype=dtype, rngs=rngs, storage=storage)
+        self.gate = linear(hidden_size, intermediate_size, ("mlp", "embed"))
+        self.up = linear(hidden_size, intermediate_size, ("mlp", "embed"))
+        self.down = linear(intermediate_size, hidden_size, ("embed", "mlp"))
 
     def __call__(self, x: Float[Array, "... hidden"]) -> Float[Array, "... hidden"]:
         """Applies the MLP to the last dimension."""

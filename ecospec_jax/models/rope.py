@@ -29,12 +29,18 @@ def attention_factor(rope: RopeConfig) -> float:
     if rope.attention_factor is not None:
         return rope.attention_factor
 
-    def magnitude(mscale: float) -> float:
-        return 0.1 * mscale * math.log(rope.factor) + 1.0
-
     if rope.mscale and rope.mscale_all_dim:
-        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
-    return magnitude(1.0)
+        return _magnitude(rope, rope.mscale) / _magnitude(rope, rope.mscale_all_dim)
+    return _magnitude(rope, 1.0)
+
+
+def score_factor(rope: RopeConfig) -> float:
+    """Factor that DeepSeek's attention scores have beyond that of cos and sin, without rope's channels too."""
+    return _magnitude(rope, rope.mscale_all_dim) ** 2 if rope.kind == "yarn" and rope.mscale_all_dim else 1.0
+
+
+def _magnitude(rope: RopeConfig, mscale: float) -> float:
+    return 0.1 * mscale * math.log(rope.factor) + 1.0
 
 
 def _llama3(inverse: np.ndarray, rope: RopeConfig) -> np.ndarray:
@@ -80,4 +86,18 @@ def rotate(
     """Rotates channel j with channel j + H/2; the tables are cast to the input's dtype first, as transformers does."""
     cos, sin = cos.astype(x_BNRH.dtype), sin.astype(x_BNRH.dtype)
     first, second = jnp.split(x_BNRH, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def rotate_pairs(
+    x_BNRH: Float[Array, "batch heads rows channels"],
+    cos: Float[Array, "batch 1 rows pairs"],
+    sin: Float[Array, "batch 1 rows pairs"],
+) -> Float[Array, "batch heads rows channels"]:
+    """Rotates channel 2j with channel 2j + 1. The result holds all first channels, then all second ones.
+
+    Scores do not depend on that order, as long as queries and keys have the same.
+    """
+    cos, sin = cos.astype(x_BNRH.dtype), sin.astype(x_BNRH.dtype)
+    first, second = x_BNRH[..., 0::2], x_BNRH[..., 1::2]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -3,16 +3,15 @@
 import json
 from pathlib import Path
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from convert import convert
-from ecospec_jax.checkpoint import load_target, parameters, read_manifest
+from ecospec_jax.checkpoint import read_manifest
 from ecospec_jax.config import Qwen3MoeConfig, RopeConfig
 from ecospec_jax.errors import UserError
+from tests.convert.stored import assert_target, expected_pieces
 from tests.hf_models import TARGET, edit_json, edit_tensors, write_target
 
 
@@ -37,21 +36,14 @@ def expected(state: dict[str, torch.Tensor], config: Qwen3MoeConfig) -> dict[str
         else:
             gate_up = state[f"{theirs}mlp.experts.gate_up_proj"]
             found[f"{ours}moe.router.gate.weight"] = state[f"{theirs}mlp.gate.weight"]
-            found[f"{ours}moe.experts.gate"] = gate_up[:, : config.moe_intermediate_size]
-            found[f"{ours}moe.experts.up"] = gate_up[:, config.moe_intermediate_size :]
-            found[f"{ours}moe.experts.down"] = state[f"{theirs}mlp.experts.down_proj"]
+            found[f"{ours}moe.experts.gate.weight"] = gate_up[:, : config.moe_intermediate_size]
+            found[f"{ours}moe.experts.up.weight"] = gate_up[:, config.moe_intermediate_size :]
+            found[f"{ours}moe.experts.down.weight"] = state[f"{theirs}mlp.experts.down_proj"]
     return found
 
 
 def assert_converted(folder: Path, state: dict[str, torch.Tensor]) -> None:
-    manifest = read_manifest(folder)
-    found = parameters(load_target(folder, manifest, jnp.dtype(jnp.float32)))
-    wanted = expected(state, manifest.target)
-    assert found.keys() == wanted.keys()
-    for path, tensor in wanted.items():
-        value = np.asarray(found[path].get_value())
-        assert value.dtype == np.float32
-        np.testing.assert_array_equal(value, tensor.float().numpy(), err_msg=path)
+    assert_target(folder, expected(state, read_manifest(folder).target))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -61,7 +53,7 @@ def test_weights_and_stored_dtype(tmp_path, dtype):
     assert_converted(tmp_path / "out", model.state_dict())
     stored = {tensor.dtype for piece in manifest.pieces.values() for tensor in piece.tensors.values()}
     assert stored == {str(dtype).removeprefix("torch.")}
-    assert set(manifest.pieces) == {"target/top", *(f"target/layers.{i}" for i in range(8))}
+    assert set(manifest.pieces) == expected_pieces(8, "gate", "up", "down")
     assert manifest == read_manifest(tmp_path / "out")
 
 

@@ -84,7 +84,7 @@ def test_dead_rows_route_nowhere() -> None:
 
     only_dead = sorted(set(all_ids[~live_BR].ravel()) - set(all_ids[live_BR].ravel()))
     assert only_dead, "every expert has a live row: choose another seed"
-    for parameter in (layer.experts.gate, layer.experts.up, layer.experts.down):
+    for parameter in (layer.experts.gate.weight, layer.experts.up.weight, layer.experts.down.weight):
         parameter.set_value(parameter[...].at[jnp.array(only_dead)].set(jnp.nan))
     x_BRD[~live_BR] = random.normal(size=x_BRD[~live_BR].shape) * 100
     again_BRD, _ = apply(layer, x_BRD, live_BR)

@@ -1,15 +1,13 @@
-"""Random transformers Qwen3-MoE models, what they compute, and the same weights in our module (without `convert/`)."""
-
-from dataclasses import dataclass
+"""Random transformers Qwen3-MoE models, and the same weights in our module (without `convert/`)."""
 
 import jax.numpy as jnp
-import numpy as np
 import torch
 import transformers
 from flax import nnx
 
 from ecospec_jax.config import Qwen3MoeConfig, RopeConfig
 from ecospec_jax.models.qwen3_moe import Qwen3Moe
+from tests.parity.torch_targets import TorchWeights, put_common
 
 # No two dimensions are equal, nor are heads * head_dim (60), kv_heads * head_dim (20) or twice the expert width (56).
 SIZES = dict(
@@ -56,27 +54,11 @@ def to_jax(model: transformers.Qwen3MoeForCausalLM) -> Qwen3Moe:
     """Our module with the same weights, float32."""
     config = config_of(model.config)
     ours = nnx.eval_shape(lambda: Qwen3Moe(config, dtype=jnp.dtype(jnp.float32), rngs=nnx.Rngs(0)))
-    unused = dict(model.state_dict())
-
-    def put(parameter: nnx.Param, name: str, part: slice = slice(None), axis: int = 0) -> None:
-        tensor = unused.pop(name) if part == slice(None) else unused[name]
-        array = tensor.numpy()[(slice(None),) * axis + (part,)]
-        assert parameter.shape == array.shape, name
-        parameter.set_value(jnp.asarray(array))
-
-    put(ours.embedding.weight, "model.embed_tokens.weight")
-    put(ours.norm.weight, "model.norm.weight")
-    if ours.head is not None:
-        put(ours.head.weight, "lm_head.weight")
+    weights = TorchWeights(model)
+    put, unused = weights.put, weights.unused
+    put_common(weights, ours)
     for index, layer in enumerate(ours.layers):
         prefix = f"model.layers.{index}."
-        put(layer.attention_norm.weight, prefix + "input_layernorm.weight")
-        put(layer.mlp_norm.weight, prefix + "post_attention_layernorm.weight")
-        for letter in "qkvo":
-            linear = getattr(layer.attention, letter)
-            put(linear.weight, f"{prefix}self_attn.{letter}_proj.weight")
-            if linear.bias is not None:
-                put(linear.bias, f"{prefix}self_attn.{letter}_proj.bias")
         put(layer.attention.q_norm.weight, prefix + "self_attn.q_norm.weight")
         put(layer.attention.k_norm.weight, prefix + "self_attn.k_norm.weight")
         if layer.moe is None:
@@ -85,12 +67,10 @@ def to_jax(model: transformers.Qwen3MoeForCausalLM) -> Qwen3Moe:
         else:
             width = config.moe_intermediate_size
             put(layer.moe.router.gate.weight, prefix + "mlp.gate.weight")
-            put(layer.moe.experts.gate, prefix + "mlp.experts.gate_up_proj", slice(0, width), axis=1)
-            put(layer.moe.experts.up, prefix + "mlp.experts.gate_up_proj", slice(width, None), axis=1)
-            put(layer.moe.experts.down, prefix + "mlp.experts.down_proj")
+            put(layer.moe.experts.gate.weight, prefix + "mlp.experts.gate_up_proj", slice(0, width), axis=1)
+            put(layer.moe.experts.up.weight, prefix + "mlp.experts.gate_up_proj", slice(width, None), axis=1)
+            put(layer.moe.experts.down.weight, prefix + "mlp.experts.down_proj")
             del unused[prefix + "mlp.experts.gate_up_proj"]
-    if ours.head is None:
-        unused.pop("lm_head.weight", None)
     assert not unused, sorted(unused)
     return ours
 
@@ -124,43 +104,4 @@ def config_of(config: transformers.Qwen3MoeConfig) -> Qwen3MoeConfig:
         ),
         tie_embeddings=config.tie_word_embeddings,
         attention_bias=config.attention_bias,
-    )
-
-
-@dataclass
-class TorchOutput:
-    """Internals of one forward pass over one sequence; the last four are of the MoE layers only."""
-
-    logits_RV: np.ndarray
-    boundaries: list[np.ndarray]  # the residual stream [R, D] at boundaries 0..L
-    router_inputs_LRD: np.ndarray
-    expert_ids_LRK: np.ndarray
-    combine_weights_LRK: np.ndarray
-    gap_LR: np.ndarray  # probability of rank k minus that of rank k + 1
-
-
-def run(model: transformers.Qwen3MoeForCausalLM, tokens: list[int] | np.ndarray) -> TorchOutput:
-    """Plain evaluation of one whole sequence without a cache."""
-    streams, routers = [], []
-    handles = [model.model.layers[0].register_forward_pre_hook(lambda _, inputs: streams.append(inputs[0][0]))]
-    for layer in model.model.layers:
-        handles.append(layer.register_forward_hook(lambda _, inputs, output: streams.append(output[0])))
-        if hasattr(layer.mlp, "experts"):
-            record = lambda _, inputs, output: routers.append((inputs[0], *output))  # noqa: E731
-            handles.append(layer.mlp.gate.register_forward_hook(record))
-    try:
-        with torch.no_grad():
-            logits = model(torch.tensor(np.asarray(tokens)[None]), use_cache=False).logits[0]
-    finally:
-        for handle in handles:
-            handle.remove()
-    k = model.config.num_experts_per_tok
-    ranked = [torch.softmax(scores.double(), -1).sort(-1, descending=True).values for _, scores, _, _ in routers]
-    return TorchOutput(
-        logits_RV=logits.numpy(),
-        boundaries=[stream.numpy() for stream in streams],
-        router_inputs_LRD=np.stack([x.numpy() for x, _, _, _ in routers]),
-        expert_ids_LRK=np.stack([ids.numpy() for _, _, _, ids in routers]),
-        combine_weights_LRK=np.stack([weights.numpy() for _, _, weights, _ in routers]),
-        gap_LR=np.stack([(ranks[:, k - 1] - ranks[:, k]).numpy() for ranks in ranked]),
     )
