@@ -17,23 +17,34 @@ from convert.safetensors_reader import SafetensorsReader
 from ecospec_jax.config import DrafterConfig, ModelConfig
 from ecospec_jax.errors import UserError
 
-ConfigT = TypeVar("ConfigT", bound=ModelConfig | DrafterConfig)
+ConfigT_co = TypeVar("ConfigT_co", bound=ModelConfig | DrafterConfig, covariant=True)
 FLOATS = ("BF16", "F16", "F32")
+_COMPARED_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """One parameter: `build` makes it of the named tensors, all of the given shape and of one of the dtypes."""
+    """One parameter: `build` makes it of the named tensors, all of the given shape and of one of the dtypes.
+
+    `fault` says what is wrong with the numbers of a tensor, if anything; it is asked when they are read.
+    """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     build: Callable[[Sequence[np.ndarray]], np.ndarray]
     dtypes: tuple[str, ...] = FLOATS
+    fault: Callable[[np.ndarray], str | None] | None = None
 
     @staticmethod
-    def whole(name: str, shape: tuple[int, ...]) -> "Assembly":
+    def whole(name: str, shape: tuple[int, ...], dtypes: tuple[str, ...] = FLOATS) -> "Assembly":
         """A tensor as it is."""
-        return Assembly((name,), shape, lambda tensors: tensors[0])
+        return Assembly((name,), shape, lambda tensors: tensors[0], dtypes)
+
+    @staticmethod
+    def transposed(name: str, shape: tuple[int, ...]) -> "Assembly":
+        """A tensor with its last two axes exchanged; `shape` is that of the result."""
+        *lead, rows, columns = shape
+        return Assembly((name,), (*lead, columns, rows), lambda tensors: tensors[0].swapaxes(-1, -2))
 
     @staticmethod
     def stacked(names: Sequence[str], shape: tuple[int, ...]) -> "Assembly":
@@ -41,11 +52,21 @@ class Assembly:
         return Assembly(tuple(names), shape[1:], np.stack)
 
     @staticmethod
-    def half(name: str, shape: tuple[int, ...], index: int) -> "Assembly":
-        """The first (0) or second (1) half of the rows (axis 1) of a tensor; `shape` is that of the result."""
-        experts, rows, columns = shape
-        block = slice(index * rows, (index + 1) * rows)
-        return Assembly((name,), (experts, 2 * rows, columns), lambda tensors: tensors[0][:, block])
+    def part(name: str, shape: tuple[int, ...], sizes: Sequence[int], index: int, axis: int = 0) -> "Assembly":
+        """Part `index` of a tensor that holds parts of these `sizes` along `axis`; `shape` is that of the result."""
+        fused = (*shape[:axis], sum(sizes), *shape[axis + 1 :])
+        first = sum(sizes[:index])
+        place = (slice(None),) * axis + (slice(first, first + sizes[index]),)
+        return Assembly((name,), fused, lambda tensors: tensors[0][place])
+
+    @staticmethod
+    def experts(prefix: str, kind: str, shape: tuple[int, ...], reader: SafetensorsReader) -> "Assembly":
+        """All experts' `gate`, `up` or `down`, one by one or fused: `gate_up_proj` holds gate rows, then up rows."""
+        if f"{prefix}.gate_up_proj" not in reader.tensors:
+            return Assembly.stacked([f"{prefix}.{expert}.{kind}_proj.weight" for expert in range(shape[0])], shape)
+        if kind == "down":
+            return Assembly.whole(f"{prefix}.down_proj", shape)
+        return Assembly.part(f"{prefix}.gate_up_proj", shape, [shape[1]] * 2, ("gate", "up").index(kind), axis=1)
 
     def check(self, reader: SafetensorsReader) -> None:
         """Checks the named tensors' presence, shapes and dtypes."""
@@ -64,11 +85,16 @@ class Assembly:
 
     def read(self, reader: SafetensorsReader) -> np.ndarray:
         """The parameter, contiguous; a view of the file where nothing has to move."""
-        return np.require(self.build([reader.read(name) for name in self.names]), requirements=["C", "A", "E"])
+        tensors = [reader.read(name) for name in self.names]
+        if self.fault is not None:
+            for name, tensor in zip(self.names, tensors, strict=True):
+                if fault := self.fault(tensor):
+                    raise UserError(f"{reader.tensors[name].file}: tensor {name} {fault}")
+        return np.require(self.build(tensors), requirements=["C", "A", "E"])
 
 
 @dataclass(frozen=True)
-class Part(Generic[ConfigT]):
+class Part(Generic[ConfigT_co]):
     """A target or drafter ready to be converted.
 
     Attributes:
@@ -79,7 +105,7 @@ class Part(Generic[ConfigT]):
 
     role: str
     source: HFConfig
-    config: ConfigT
+    config: ConfigT_co
     reader: SafetensorsReader
     assemblies: Mapping[str, Assembly]
 
@@ -96,6 +122,28 @@ class Part(Generic[ConfigT]):
         if unused := self.reader.tensors.keys() - used - unstored:
             name = min(unused)
             raise UserError(f"{self.reader.tensors[name].file}: tensor {name} has no place in {self.config.family}")
+
+
+def check_target(
+    part: Part[ModelConfig], *, tied: bool, head: str, embedding: str, unstored: frozenset[str] = frozenset()
+) -> None:
+    """`Part.check` for a target. The tensor of a tied head may be there all the same, if it equals the embedding's."""
+    redundant = tied and head in part.reader.tensors
+    part.check(unstored=unstored | frozenset({head} if redundant else ()))
+    if redundant and not equal(part.reader, head, part.reader, embedding):
+        file = part.reader.tensors[head].file
+        raise UserError(f"{file}: tensor {head} differs from {embedding}, though tie_word_embeddings is true")
+
+
+def equal(reader: SafetensorsReader, name: str, other_reader: SafetensorsReader, other_name: str) -> bool:
+    """Whether two tensors have the same dtype, shape and bytes, compared block by block."""
+    first, second = reader.tensors[name], other_reader.tensors[other_name]
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    mine, others = reader.read(name).reshape(-1), other_reader.read(other_name).reshape(-1)
+    mine, others = mine.view(np.uint8), others.view(np.uint8)
+    blocks = range(0, mine.size, _COMPARED_BYTES)
+    return all(np.array_equal(mine[at : at + _COMPARED_BYTES], others[at : at + _COMPARED_BYTES]) for at in blocks)
 
 
 def translate(path: str, table: Mapping[str, str]) -> str:

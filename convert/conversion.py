@@ -9,20 +9,36 @@ from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-from convert import qwen3_moe
+from convert import deepseek_v3, eagle3, gpt_oss, qwen3_moe
 from convert.assembly import Part
-from convert.eagle3 import AuxOffset, open_drafter
+from convert.eagle3 import AuxOffset
 from convert.hf_config import HFConfig
 from convert.hub import TOKENIZER_FILES, local_folder
-from ecospec_jax.checkpoint import FORMAT, TOKENIZER, Manifest, PieceRecord, piece_name, save_piece, write_manifest
-from ecospec_jax.config import ModelConfig, from_json, to_json
+from ecospec_jax.checkpoint import (
+    FORMAT,
+    MANIFEST,
+    TOKENIZER,
+    Manifest,
+    PieceRecord,
+    piece_name,
+    read_manifest,
+    save_piece,
+    write_manifest,
+)
+from ecospec_jax.config import DrafterConfig, ModelConfig, from_json, to_json
 from ecospec_jax.errors import UserError, reported_as_user_error
 from ecospec_jax.tokenizer import Tokenizer
 
 Progress = Callable[[list[str]], Iterable[str]]
 
-_TARGETS = {"qwen3_moe": qwen3_moe.open_target}
+_TARGETS: dict[str, Callable[[HFConfig], Part[ModelConfig]]] = {
+    "qwen3_moe": qwen3_moe.open_target,
+    "gpt_oss": gpt_oss.open_target,
+    "deepseek_v3": deepseek_v3.open_target,
+}
 _JOURNAL = "journal.json"
+_GENERATION = "generation_config.json"
+_TEXT_FILES = (*TOKENIZER_FILES, _GENERATION)
 
 
 def convert(
@@ -30,41 +46,48 @@ def convert(
     destination: Path,
     *,
     drafter: str | Path | None = None,
+    tokenizer: str | Path | None = None,
     aux_offset: AuxOffset = "auto",
     progress: Progress = iter,
 ) -> Manifest:
-    """Converts a Hugging Face checkpoint, and an EAGLE-3 head for it, into a folder that `Decoder.load` reads.
+    """Converts a Hugging Face checkpoint, and a drafter for it, into a folder that `Decoder.load` reads.
 
-    The source is checked as a whole before anything is written. Then one piece at a time (a decoder layer, or all the
-    rest) goes into `destination.partial`, which is renamed at the end. After an interruption the same call resumes.
+    The source is checked before anything is written, but for the numbers of FP8 tensors, which are checked as they are
+    read. Then one piece at a time (a decoder layer, an expert matrix of all its experts, or all the rest) goes into
+    `destination.partial`, which is renamed at the end. After an interruption the same call resumes.
 
     Args:
-        source: folder, or Hub id as a string.
+        source: folder, or Hub id as a string. If it is a folder that was converted before, the drafter alone is
+            converted for it, into a folder that `Decoder.load` takes as `drafter`.
         destination: must not exist.
-        drafter: folder or Hub id of the head.
+        drafter: folder or Hub id of an EAGLE-3 head, or of a DeepSeek-V3 checkpoint (`source` itself, for one) whose
+            MTP module is meant.
+        tokenizer: folder or Hub id with the tokenizer and `generation_config.json`; default `source`.
         aux_offset: what to add to the head's list of auxiliary layers; `auto` is the meaning its dialect documents.
         progress: wraps the list of pieces, as `rich.progress.track` does.
     """
     if destination.exists():
         raise UserError(f"{destination}: already exists; remove it or choose another name")
-    target = _open_target(_read_config(local_folder(source)))
-    head = None if drafter is None else open_drafter(_read_config(local_folder(drafter)), target.config, aux_offset)
-    parts = [target] if head is None else [target, head]
-    eos_token_ids = _eos_token_ids(target)
-    tokenizer_files = _tokenizer_files(target)
-
+    target = _find_target(local_folder(source), tokenizer)
+    head = None if drafter is None else _open_drafter(_read_config(local_folder(drafter)), target, aux_offset)
+    parts = [part for part in (target.part, head) if part is not None]
+    if not parts:
+        raise UserError(f"{source}: was converted before; --drafter names a drafter to convert for it")
     pieces = _pieces(parts)
-
     partial = destination.with_name(f"{destination.name}.partial")
     with reported_as_user_error(f"{partial}: cannot write", OSError):
         journal = _resume(partial, _fingerprint(parts))
-        for file in tokenizer_files:
+        for file in target.tokenizer_files:
             (partial / TOKENIZER).mkdir(exist_ok=True)
             shutil.copyfile(file, partial / TOKENIZER / file.name)
         for name in progress(list(pieces)):
             if name not in journal.pieces:
                 part, paths = pieces[name]
-                tensors = {path: part.assemblies[path].read(part.reader) for path in paths}
+                try:
+                    tensors = {path: part.assemblies[path].read(part.reader) for path in paths}
+                except UserError:  # the source is damaged, so nothing here is of use
+                    shutil.rmtree(partial)
+                    raise
                 journal.pieces[name] = save_piece(partial / name, tensors)
                 _write_journal(partial, journal)
         manifest = Manifest(
@@ -74,7 +97,7 @@ def convert(
             source_hash=_hash([[to_json(part.config) for part in parts], _digests(journal)]),
             target=target.config,
             drafter=None if head is None else head.config,
-            eos_token_ids=eos_token_ids,
+            eos_token_ids=target.eos_token_ids,
             pieces=journal.pieces,
             versions={package: _version(package) for package in ("ecospec-jax", "jax", "flax", "orbax-checkpoint")},
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -83,6 +106,30 @@ def convert(
         partial.rename(destination)
         (destination / _JOURNAL).unlink()
     return manifest
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A target, and the files of its tokenizer; `part` is None if it was converted before."""
+
+    config: ModelConfig
+    part: Part[ModelConfig] | None
+    eos_token_ids: tuple[int, ...]
+    tokenizer_files: tuple[Path, ...] = ()
+
+
+def _find_target(folder: Path, tokenizer: str | Path | None) -> _Target:
+    if (folder / MANIFEST).is_file():
+        if tokenizer is not None:
+            raise UserError(f"{folder}: was converted before; --tokenizer is for a first conversion")
+        manifest = read_manifest(folder)
+        return _Target(manifest.target, None, manifest.eos_token_ids)
+    part = _open_target(_read_config(folder))
+    text_folder = folder if tokenizer is None else local_folder(tokenizer, _TEXT_FILES)
+    files = _tokenizer_files(part, text_folder)
+    if tokenizer is not None and not files:
+        raise UserError(f"{text_folder}: no tokenizer there")
+    return _Target(part.config, part, _eos_token_ids(part, text_folder), files)
 
 
 @dataclass(frozen=True)
@@ -122,10 +169,20 @@ def _read_config(folder: Path) -> HFConfig:
 
 
 def _open_target(config: HFConfig) -> Part[ModelConfig]:
+    if gpt_oss.is_original(config):
+        return gpt_oss.open_original(config)
     model_type = config.need(str, "model_type")
     if model_type not in _TARGETS:
         config.refuse("model_type", f"'{model_type}' is not supported, only {', '.join(_TARGETS)}")
     return _TARGETS[model_type](config)
+
+
+def _open_drafter(config: HFConfig, target: _Target, aux_offset: AuxOffset) -> Part[DrafterConfig]:
+    if config.find(str, "model_type") != "deepseek_v3":
+        return eagle3.open_drafter(config, target.config, aux_offset)
+    if aux_offset != "auto":
+        raise UserError(f"{config.file}: an MTP module, for which an auxiliary offset means nothing")
+    return deepseek_v3.open_drafter(config, target.config, None if target.part is None else target.part.reader)
 
 
 def _pieces(parts: Sequence[Part]) -> dict[str, tuple[Part, list[str]]]:
@@ -137,9 +194,9 @@ def _pieces(parts: Sequence[Part]) -> dict[str, tuple[Part, list[str]]]:
     return pieces
 
 
-def _eos_token_ids(target: Part[ModelConfig]) -> tuple[int, ...]:
+def _eos_token_ids(target: Part[ModelConfig], text_folder: Path) -> tuple[int, ...]:
     """From `generation_config.json`, else `config.json`: one id or several."""
-    file = target.folder / "generation_config.json"
+    file = text_folder / _GENERATION
     configs = [HFConfig.read(file)] if file.is_file() else []
     for config in [*configs, target.source]:
         value = config.values.get("eos_token_id")
@@ -149,19 +206,19 @@ def _eos_token_ids(target: Part[ModelConfig]) -> tuple[int, ...]:
         if not ids or not all(type(token) is int and 0 <= token < target.config.vocab_size for token in ids):
             config.refuse("eos_token_id", f"{value!r} is no token id, or list of them, of the vocabulary")
         return tuple(ids)
-    target.source.refuse("eos_token_id", "missing, and generation_config.json has none either")
+    target.source.refuse(
+        "eos_token_id", f"missing, and {_GENERATION} has none either; --tokenizer names another folder"
+    )
 
 
-def _tokenizer_files(target: Part[ModelConfig]) -> list[Path]:
-    """The tokenizer's files, after loading it once; none for a source without a tokenizer."""
-    folder = target.folder
+def _tokenizer_files(target: Part[ModelConfig], folder: Path) -> tuple[Path, ...]:
+    """The tokenizer's files, after loading it once; none for a folder without a tokenizer."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
-        return []
+        return ()
     vocab_size = Tokenizer.load(folder).vocab_size
     if vocab_size > target.config.vocab_size:
         raise UserError(f"{folder}: the tokenizer has {vocab_size} ids, the model only {target.config.vocab_size}")
-    names = (*TOKENIZER_FILES, "generation_config.json")
-    return [folder / name for name in names if (folder / name).is_file()]
+    return tuple(folder / name for name in _TEXT_FILES if (folder / name).is_file())
 
 
 def _fingerprint(parts: Sequence[Part]) -> str:

@@ -13,7 +13,7 @@ from convert.assembly import Assembly, Part, translate
 from convert.hf_config import HFConfig
 from convert.safetensors_reader import SafetensorsReader, Tensor
 from ecospec_jax.checkpoint import stored_parameters
-from ecospec_jax.config import Eagle3Config, ModelConfig
+from ecospec_jax.config import FINAL, Eagle3Config, ModelConfig
 from ecospec_jax.errors import UserError
 
 AuxOffset = Literal["auto", 0, 1]
@@ -21,7 +21,7 @@ AuxOffset = Literal["auto", 0, 1]
 _LLAMA_THETA = 10000.0  # what a head without rope_theta was trained with, whatever its target uses
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _LAYER = r"(?:model\.)?(?:midlayer|layers\.0)\."
-_NAMES = {  # parameter -> tensor without `model.`, its decoder layer called `layer`
+NAMES = {  # parameter -> tensor without `model.`, its decoder layer called `layer`
     r"embedding\.weight": "embed_tokens.weight",
     r"feature_norm\.weight": "input_norm.weight",
     r"boundary_norms\.(\d+)\.weight": r"fc_norm.\1.weight",
@@ -65,7 +65,7 @@ def open_drafter(source: HFConfig, target: ModelConfig, aux_offset: AuxOffset) -
     config = _config(source, reader, names, target, aux_offset)
     _, stored = stored_parameters(config, jnp.dtype(jnp.float32))
     assemblies = {
-        path: Assembly.whole(names.spelled(translate(path, _NAMES)), variable.get_value().shape)
+        path: Assembly.whole(names.spelled(translate(path, NAMES)), variable.get_value().shape)
         for path, variable in stored.items()
         if path != "target_ids"
     }
@@ -83,6 +83,7 @@ def _config(
     layer, eagle = nested or source, source.section("eagle_config") or HFConfig(source.file, {})
     hidden = layer.size("hidden_size")
     own_embedding, own_head = "embed_tokens.weight" in names, "lm_head.weight" in names
+    fc = eagle.find(bool, "use_aux_hidden_state") is not False
     _refuse_other_architectures(source, layer, eagle, reader, names)
     if layer.find(bool, "tie_word_embeddings") and own_embedding and not own_head:
         layer.refuse("tie_word_embeddings", "a head tied to the drafter's own embedding is not supported")
@@ -96,6 +97,8 @@ def _config(
         values = (section.find(bool, key) for section in (source, eagle))
         return next((value for value in values if value is not None), default)
 
+    boundaries = _boundaries(source, eagle, target, aux_offset) if fc else _last_hidden(source, eagle, aux_offset)
+    _check_states(source, reader.tensors.get(names.spelled("fc.weight")) if fc else None, target, boundaries)
     return source.build(
         Eagle3Config,
         hidden_size=hidden,
@@ -108,7 +111,8 @@ def _config(
         draft_vocab_size=source.find(int, "draft_vocab_size") or head_rows,
         rms_norm_eps=layer.need(float, "rms_norm_eps"),
         rope=layer.rope(default_theta=_LLAMA_THETA),
-        boundaries=_boundaries(source, eagle, reader.tensors[names.spelled("fc.weight")], target, aux_offset),
+        boundaries=boundaries,
+        fc=fc,
         norm_before_fc=flag("norm_before_fc", default="input_norm.weight" in names),
         norm_each_boundary=flag("fc_norm", default="fc_norm.0.weight" in names),
         norm_before_residual=flag("norm_before_residual", default=nested is not None),
@@ -122,11 +126,10 @@ def _refuse_other_architectures(
     source: HFConfig, layer: HFConfig, eagle: HFConfig, reader: SafetensorsReader, names: _Names
 ) -> None:
     query = reader.tensors.get(names.spelled("layer.self_attn.q_proj.weight"))
-    one_state = eagle.find(bool, "use_aux_hidden_state") is False or "fc.weight" not in names
-    if one_state or (query and query.shape[-1:] == (layer.size("hidden_size"),)):
+    if query and query.shape[-1:] == (layer.size("hidden_size"),):
         raise UserError(
-            f"{source.file}: an EAGLE-1 style head, made for the target's last hidden state alone; only EAGLE-3 heads, "
-            f"which have 'fc.weight' over several states and a 'q_proj' twice as wide, are supported"
+            f"{source.file}: an EAGLE-1 head, whose 'q_proj' takes one vector; only EAGLE-3 heads, whose 'q_proj' "
+            f"takes embedding and state, are supported"
         )
     source.expect("speculators_model_type", "eagle3")
     layer.expect("num_hidden_layers", 1)
@@ -138,12 +141,11 @@ def _refuse_other_architectures(
     eagle.expect("use_mtp_layernorm", False)
 
 
-def _boundaries(
-    source: HFConfig, eagle: HFConfig, fc: Tensor, target: ModelConfig, aux_offset: AuxOffset
-) -> tuple[int, ...]:
+def _boundaries(source: HFConfig, eagle: HFConfig, target: ModelConfig, aux_offset: AuxOffset) -> tuple[int, ...]:
     """Boundaries of the target's residual stream (docs/formats.md section 0).
 
-    A list in `eagle_config` counts layer outputs, so the boundary is one more; one at the top level counts boundaries.
+    A list in `eagle_config` counts layer outputs, so the boundary is one more, unless the list names L, as only a
+    boundary can be called; one at the top level counts boundaries.
     """
     outputs, listed = eagle.integers(_AUX_LAYERS), source.integers(_AUX_LAYERS)
     if outputs is not None and listed is not None:
@@ -154,20 +156,31 @@ def _boundaries(
             source.refuse(_AUX_LAYERS, f"no list that the auxiliary offset {aux_offset} could be added to")
         boundaries = (2, layers // 2, layers - 3)
     else:
-        offset = int(outputs is not None) if aux_offset == "auto" else aux_offset
-        boundaries = tuple(layer + offset for layer in outputs or listed or ())
+        listed = outputs or listed or ()
+        offset = int(outputs is not None and layers not in listed) if aux_offset == "auto" else aux_offset
+        boundaries = tuple(layer + offset for layer in listed)
     if list(boundaries) != sorted(set(boundaries) & set(range(layers + 1))):
         source.refuse(_AUX_LAYERS, f"boundaries {boundaries} do not ascend within 0..{layers} of the target")
+    return boundaries
 
+
+def _last_hidden(source: HFConfig, eagle: HFConfig, aux_offset: AuxOffset) -> tuple[int, ...]:
+    """For a head without `fc`, which takes the target's last hidden state, after the final norm."""
+    if eagle.integers(_AUX_LAYERS) or source.integers(_AUX_LAYERS) or aux_offset != "auto":
+        source.refuse(_AUX_LAYERS, "neither a list nor an offset means anything with use_aux_hidden_state false")
+    return (FINAL,)
+
+
+def _check_states(source: HFConfig, fc: Tensor | None, target: ModelConfig, boundaries: tuple[int, ...]) -> None:
+    """Checks the width of the target's states, and that `fc` takes them all."""
     target_hidden = source.find(int, "target_hidden_size") or target.hidden_size
     if target_hidden != target.hidden_size:
         source.refuse("target_hidden_size", f"{target_hidden}, but the target's hidden_size is {target.hidden_size}")
-    if fc.shape[-1:] != (len(boundaries) * target_hidden,):
+    if fc is not None and fc.shape[-1:] != (len(boundaries) * target_hidden,):
         raise UserError(
             f"{fc.file}: tensor fc.weight has shape {fc.shape}, but takes the states of {len(boundaries)} boundaries, "
             f"each of the target's hidden size {target_hidden}"
         )
-    return boundaries
 
 
 def _target_ids(config: Eagle3Config, names: _Names) -> Assembly:

@@ -1,6 +1,7 @@
 """Where a source comes from: a folder here, or the Hugging Face Hub."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -15,12 +16,18 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
-_WANTED = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "nextn_layer_parameters.safetensors",  # DeepSeek's MTP module, exported alone
+    "model.safetensors.index.json",
+)
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
-def local_folder(source: str | Path) -> Path:
-    """The folder itself, or the Hub's files in the local cache (downloaded if need be)."""
+def local_folder(source: str | Path, files: Sequence[str] = (*MODEL_FILES, *TOKENIZER_FILES)) -> Path:
+    """The folder itself, or the Hub's `files` in the local cache (downloaded if need be)."""
     folder = Path(source)
     if folder.is_dir():
         return folder
@@ -28,4 +35,4 @@ def local_folder(source: str | Path) -> Path:
         raise UserError(f"{source}: no such folder")
     # Below the Hub's client lies an HTTP library, with errors of its own.
     with reported_as_user_error(f"{source}: no such folder, and not to be had from the Hugging Face Hub", Exception):
-        return Path(snapshot_download(source, allow_patterns=[*_WANTED, *TOKENIZER_FILES]))
+        return Path(snapshot_download(source, allow_patterns=list(files)))

@@ -19,7 +19,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _PICKLES = ("pytorch_model*.bin", "*.bin", "*.pt", "*.pth")
-_DTYPES = {
+DTYPES = {
     "BOOL": np.bool_,
     "U8": np.uint8,
     "I8": np.int8,
@@ -78,7 +78,7 @@ class SafetensorsReader:
         tensor = self.tensors[name]
         if tensor.file not in self._data:
             self._data[tensor.file] = np.memmap(tensor.file, np.uint8, mode="r")
-        return self._data[tensor.file][tensor.begin : tensor.end].view(_DTYPES[tensor.dtype]).reshape(tensor.shape)
+        return self._data[tensor.file][tensor.begin : tensor.end].view(DTYPES[tensor.dtype]).reshape(tensor.shape)
 
     def _add_shards(self, index: dict[str, str]) -> None:
         folder = self.listing.parent
@@ -137,9 +137,9 @@ def _tensor(file: Path, name: str, entry: Any, data_begin: int) -> Tensor:
     with reported_as_user_error(f"{file}: tensor {name} is ill described", KeyError, TypeError, ValueError):
         dtype, shape = entry["dtype"], tuple(int(size) for size in entry["shape"])
         begin, end = (data_begin + int(offset) for offset in entry["data_offsets"])
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise UserError(f"{file}: tensor {name} has the unknown dtype {dtype}")
-    if min(shape, default=0) < 0 or end - begin != math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize:
+    if min(shape, default=0) < 0 or end - begin != math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize:
         raise UserError(f"{file}: tensor {name} of shape {shape} and dtype {dtype} cannot have {end - begin} bytes")
     return Tensor(file, dtype, shape, begin, end)
 

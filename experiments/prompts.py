@@ -18,7 +18,7 @@ class Prompt(pydantic.BaseModel, frozen=True, extra="forbid"):
 def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     """Reads a prompt file; a bad line is a `UserError` with its number."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON strings may hold other line separators
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error
     prompts = []

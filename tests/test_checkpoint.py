@@ -15,6 +15,7 @@ from flax import nnx
 from convert import convert
 from ecospec_jax.checkpoint import load_drafter, load_target, parameters, read_manifest
 from ecospec_jax.errors import UserError
+from tests.hf_gpt_oss import write_mxfp4
 from tests.hf_models import drafter_tensors, write_drafter, write_target
 
 F32 = jnp.dtype(jnp.float32)
@@ -52,6 +53,25 @@ def test_casts_weights_but_not_ids(pristine):
     }
 
 
+def test_quantised_matrices_keep_their_bytes(tmp_path):
+    """Stored as uint8 whatever the target computes in; another dtype is refused."""
+    tensors = write_mxfp4(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "out")
+    target, _ = load(tmp_path / "out", jnp.dtype(jnp.bfloat16))
+    found = parameters(target)
+    for part in ("blocks", "scales"):
+        stored = found[f"layers.3.moe.experts.down.{part}"][...]
+        assert stored.dtype == jnp.uint8
+        np.testing.assert_array_equal(stored, tensors[f"model.layers.3.mlp.experts.down_proj_{part}"])
+    assert found["layers.3.moe.experts.down_bias"][...].dtype == jnp.bfloat16
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    down = "layers.3.moe.experts.down"
+    manifest["pieces"][f"target/{down}"]["tensors"][f"{down}.scales"]["dtype"] = "float32"
+    (tmp_path / "out/manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="layers.3.moe.experts.down.scales has dtype float32, which is not uint8"):
+        load(tmp_path / "out")
+
+
 def test_drafter_borrows_the_very_array(pristine):
     target, drafter = load(pristine)
     assert drafter.embedding.weight.get_value() is target.embedding.weight.get_value()
@@ -73,7 +93,7 @@ import numpy as np
 from ecospec_jax.checkpoint import load_drafter, load_target, parameters, read_manifest
 from ecospec_jax.sharding import Placement
 
-folder, f32, placement = Path(sys.argv[1]), jnp.dtype(jnp.float32), Placement.create("tp", 2)
+folder, f32, placement = Path(sys.argv[1]), jnp.dtype(jnp.float32), Placement.create("tp2")
 manifest = read_manifest(folder)
 alone, target = (load_target(folder, manifest, f32, where) for where in (None, placement))
 drafter = load_drafter(folder, manifest, f32, target, placement)
@@ -145,7 +165,7 @@ def swap(folder: Path, other: Path) -> None:
         (lambda f: swap(f / "target/layers.1", f / "target/layers.2"), "target/layers.1/.*: "),
         (lambda f: (f / "manifest.json").unlink(), "converted: no manifest.json, so no finished conversion"),
         (lambda f: (f / "manifest.json").write_text("{"), "manifest.json: Expecting property name"),
-        (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json: format None is not 1"),
+        (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json: format None is not 2"),
     ],
 )
 def test_damaged_files_are_refused(converted, damage, message):
@@ -165,11 +185,12 @@ def set_tensor(**edit):
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda m: m.update(format=0), "manifest.json: format 0 is not 1; convert the checkpoint again"),
-        (lambda m: m["target"].pop("vocab_size"), "manifest.json: target.vocab_size: Field required"),
-        (lambda m: m["target"].update(family="gpt"), "manifest.json: target.family"),
+        (lambda m: m.update(format=0), "manifest.json: format 0 is not 2; convert the checkpoint again"),
+        (lambda m: m["target"].pop("vocab_size"), "manifest.json: target.qwen3_moe.vocab_size: Field required"),
+        (lambda m: m["target"].update(family="gpt"), "manifest.json: target: Input tag"),
         (lambda m: m.update(spare=1), "manifest.json: spare: Unexpected keyword argument"),
         (lambda m: m["target"].update(head_dim=11), "manifest.json: head_dim must be even"),
+        (lambda m: m.update(format=1), "manifest.json: format 1 is not 2; convert the checkpoint again"),
         (lambda m: m["target"].update(num_layers=7), "manifest.json: pieces and config disagree on 'target/layers.7"),
         (lambda m: m["pieces"].pop("drafter/top"), "manifest.json: pieces and config disagree on 'drafter/top'"),
         (lambda m: m["target"].update(attention_bias=True), "'target/layers.0' and the config disagree on"),

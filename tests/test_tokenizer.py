@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -18,15 +20,25 @@ TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'robot' %}{{ raise_exception('no robots') }}{% endif %}"
     "<{{ m.role }}>{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+HARMONY_MARKS = ["<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>"]
+HARMONY = (  # in the manner of gpt-oss: marks between roles, channels and texts, a date, no mark at the very end
+    "<|start|>system<|message|>Current date: {{ strftime_now('%Y-%m-%d') }}<|end|>"
+    "{%- for m in messages -%}{%- if '<|channel|>' in m.content -%}{{ raise_exception('a channel') }}{%- endif -%}"
+    "<|start|>{{ m.role }}{%- if m.role == 'assistant' -%}<|channel|>final{%- endif -%}"
+    "<|message|>{{ m.content }}<|end|>{%- endfor -%}{%- if add_generation_prompt -%}<|start|>assistant{%- endif -%}"
+)
 ALPHABET = "abcdehinorstu\u0120<>"
 
 
-def write_tokenizer(folder: Path, *, alphabet: list[str], template: str | None = TEMPLATE) -> Path:
+def write_tokenizer(
+    folder: Path, *, alphabet: list[str], template: str | None = TEMPLATE, special: Sequence[str] = ()
+) -> Path:
     """A byte-level tokenizer without merges: one id a byte, so that characters outside ASCII have several."""
     backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    fast.add_special_tokens({"extra_special_tokens": list(special)})
     fast.chat_template = template
     fast.save_pretrained(folder)
     return folder
@@ -55,6 +67,42 @@ def test_chat_uses_the_template(tokenizer):
     ids = tokenizer.encode_chat(messages)
     assert ids == tokenizer.encode("<user>hi<end><assistant>ho<end><assistant>")
     assert ids.count(256) == 2  # special tokens of the template are single ids
+
+
+@pytest.fixture(scope="module")
+def harmony(tmp_path_factory) -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    folder = tmp_path_factory.mktemp("harmony")
+    return Tokenizer.load(write_tokenizer(folder, alphabet=alphabet, template=HARMONY, special=HARMONY_MARKS))
+
+
+def test_harmony_chat(harmony):
+    """The marks are one id each, the date is today's, and the assistant's turn is open without a channel."""
+    before = date.today()
+    ids = harmony.encode_chat([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}])
+    days = [f"{day:%Y-%m-%d}" for day in (before, date.today())]
+    assert ids in [
+        harmony.encode(
+            f"<|start|>system<|message|>Current date: {day}<|end|><|start|>user<|message|>hi<|end|>"
+            "<|start|>assistant<|channel|>final<|message|>ho<|end|><|start|>assistant"
+        )
+        for day in days
+    ]
+    assert [sum(token == mark for token in ids) for mark in range(257, 263)] == [4, 3, 1, 3, 0, 0]
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_marks_in_the_middle_of_an_answer_do_not_leak_into_the_text(harmony, step):
+    answer = "<|channel|>analysis<|message|>1 🌳<|end|><|start|>assistant<|channel|>final<|message|>ναί<|return|>"
+    ids, text = harmony.encode(answer), "analysis1 🌳assistantfinalναί"
+    assert len(ids) == len(text.encode()) + 7
+    assert harmony.decode(ids) == text
+    stream = harmony.stream()
+    pieces = [stream.push(ids[at : at + step]) for at in range(0, len(ids), step)]
+    assert "".join(pieces) + stream.close() == text
+    # Such a text can be an earlier turn: nothing in it is taken for a mark.
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}]
+    assert harmony.encode_chat(turns).count(ids[0]) == 1
 
 
 def test_chat_refusals(tokenizer, folder, tmp_path):

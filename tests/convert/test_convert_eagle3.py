@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from convert import convert
+from ecospec_jax import Decoder
 from ecospec_jax.checkpoint import load_drafter, load_target, parameters, read_manifest
-from ecospec_jax.config import Eagle3Config, RopeConfig
+from ecospec_jax.config import FINAL, Eagle3Config, RopeConfig
 from ecospec_jax.errors import UserError
 from tests.hf_models import DRAFTER, drafter_tensors, write_drafter, write_target
 
@@ -126,6 +127,32 @@ def test_aux_offset(tmp_path, target_source, listed, aux_offset, shift):
     assert manifest.drafter.boundaries == (shift, 2 + shift, 6 + shift)
 
 
+@pytest.mark.parametrize("listed", ["top", "eagle_config"])
+def test_a_list_that_names_the_last_boundary(tmp_path, target_source, listed):
+    """Of 8 layers none has output 8, so the numbers are boundaries wherever they are."""
+    config = DRAFTER | ({AUX: [4, 6, 8]} if listed == "top" else {"eagle_config": {AUX: [4, 6, 8]}})
+    drafter = write_drafter(tmp_path / "drafter", drafter_tensors() | {"input_norm.weight": torch.randn(72)}, config)
+    manifest = convert(target_source, tmp_path / "out", drafter=drafter)
+    assert manifest.drafter.boundaries == (4, 6, 8) and manifest.drafter.norm_before_fc
+    with pytest.raises(UserError, match=r"boundaries \(5, 7, 9\) do not ascend within 0..8"):
+        convert(target_source, tmp_path / "other", drafter=drafter, aux_offset=1)
+
+
+@pytest.mark.parametrize("layer", ["midlayer.", "layers.0."])
+def test_head_of_the_last_hidden_state(tmp_path, target_source, layer):
+    """As published for gpt-oss: no `fc`, one state, which is the target's after its final norm."""
+    tensors = drafter_tensors(layer)
+    del tensors["fc.weight"], tensors["t2d"]
+    config = DRAFTER | {"eagle_config": {AUX: [], "use_aux_hidden_state": False, "use_last_layernorm": True}}
+    drafter = write_drafter(tmp_path / "drafter", tensors, config)
+    convert(target_source, tmp_path / "out", drafter=drafter)
+    converted, found, target = load(tmp_path / "out")
+    assert (converted.boundaries, converted.fc) == ((FINAL,), False)
+    assert_weights(found, target, tensors)
+    with pytest.raises(UserError, match="neither a list nor an offset means anything with use_aux_hidden_state false"):
+        convert(target_source, tmp_path / "other", drafter=drafter, aux_offset=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_extra_norms_and_dtypes(tmp_path, target_source, dtype):
     for name, norms, expected in (
@@ -177,10 +204,28 @@ def test_full_vocabulary_borrows_the_targets_head(tmp_path, tied):
     assert_weights(found, target | {"head.weight": lender}, tensors)
 
 
+def test_head_alone_for_a_target_converted_before(tmp_path, target_source, drafter_source):
+    together = convert(target_source, tmp_path / "together", drafter=drafter_source)
+    convert(target_source, tmp_path / "target")
+    alone = convert(tmp_path / "target", tmp_path / "head", drafter=drafter_source)
+    assert set(alone.pieces) == {"drafter/top"} and alone.drafter_hash == together.drafter_hash
+    assert alone.eos_token_ids == together.eos_token_ids
+    decoder = Decoder.load(tmp_path / "target", drafter=tmp_path / "head")
+    assert decoder.drafter.config == together.drafter
+    with pytest.raises(UserError, match="head: holds a drafter alone; name its target, and this folder as the drafter"):
+        Decoder.load(tmp_path / "head")
+    with pytest.raises(UserError, match="target: was converted before; --drafter names a drafter to convert for it"):
+        convert(tmp_path / "target", tmp_path / "other")
+    with pytest.raises(UserError, match="target: was converted before; --tokenizer is for a first conversion"):
+        convert(tmp_path / "target", tmp_path / "other", drafter=drafter_source, tokenizer=target_source)
+    assert not list(tmp_path.glob("other*"))
+
+
 def changed(**edit):
     return {name: value for name, value in (drafter_tensors() | edit).items() if value is not None}
 
 
+ONE_STATE = {"eagle_config": {"use_aux_hidden_state": False}}
 D2T, T2D = drafter_tensors()["d2t"], drafter_tensors()["t2d"]
 BAD = {
     "no d2t": (changed(d2t=None), {}, r"model.safetensors: tensor d2t is missing"),
@@ -209,9 +254,32 @@ BAD = {
     ),
     "two layers stated": (changed(), {"num_hidden_layers": 2}, "num_hidden_layers: 2 is not supported"),
     "twice": (changed(**{"model.fc.weight": torch.ones(24, 72)}), {}, "are the same parameter"),
-    "no fc": (changed(**{"fc.weight": None}), {}, "config.json: an EAGLE-1 style head"),
-    "one state": (changed(), {"eagle_config": {"use_aux_hidden_state": False}}, "config.json: an EAGLE-1 style head"),
-    "narrow q": (changed(**{"midlayer.self_attn.q_proj.weight": torch.ones(56, 24)}), {}, "an EAGLE-1 style head"),
+    "no fc": (changed(**{"fc.weight": None}), {}, "model.safetensors: tensor fc.weight is missing"),
+    "one state": (changed(), ONE_STATE, "model.safetensors: tensor fc.weight has no place in eagle3"),
+    "one state of a list": (
+        changed(**{"fc.weight": None}),
+        ONE_STATE | {AUX: [2]},
+        "config.json: eagle_aux_hidden_state_layer_ids: neither a list nor an offset means anything",
+    ),
+    "norm of one state": (
+        changed(**{"fc.weight": None, "input_norm.weight": torch.randn(24)}),
+        ONE_STATE,
+        "config.json: input_norm and fc_norm need an fc behind them",
+    ),
+    "one state of another width": (
+        {
+            name: tensor
+            for name, tensor in drafter_tensors(own_embedding=True, config=DRAFTER | {"hidden_size": 32}).items()
+            if name != "fc.weight"
+        },
+        ONE_STATE | {"hidden_size": 32},
+        "config.json: a drafter without fc takes one state of the target, of its own hidden size",
+    ),
+    "narrow q": (
+        changed(**{"midlayer.self_attn.q_proj.weight": torch.ones(56, 24)}),
+        {},
+        "config.json: an EAGLE-1 head",
+    ),
     "hidden": (changed(), {"target_hidden_size": 25}, "target_hidden_size: 25, but the target's hidden_size is 24"),
     "fc columns": (drafter_tensors(target_hidden=25), {}, r"tensor fc.weight has shape \(24, 75\)"),
     "vocabulary": (changed(), {"vocab_size": 68}, "config.json: vocab_size: 68, but the target's is 67"),
@@ -223,6 +291,7 @@ BAD = {
         "tie_word_embeddings: a head tied to the drafter's own embedding",
     ),
     "beyond": (changed(), {AUX: [2, 4, 9]}, r"boundaries \(2, 4, 9\) do not ascend within 0..8"),
+    "negative": (changed(), {AUX: [-1, 2, 8]}, r"boundaries \(-1, 2, 8\) do not ascend"),
     "descending": (changed(), {AUX: [4, 2, 8]}, r"boundaries \(4, 2, 8\) do not ascend"),
     "two lists": (changed(), {AUX: [2, 4, 5], "eagle_config": {AUX: [1, 3, 4]}}, "stated in eagle_config too"),
     "list": (changed(), {AUX: [2, 4.5, 5]}, "are not all integers"),

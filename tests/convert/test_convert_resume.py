@@ -116,5 +116,5 @@ def test_interrupt_leaves_a_resumable_folder(tmp_path, target_source):
     journal = json.loads((tmp_path / "out.partial/journal.json").read_text())
     assert len(journal["pieces"]) == 4
     convert(target_source, tmp_path / "out")
-    assert len(contents(tmp_path / "out")) == 9
+    assert len(contents(tmp_path / "out")) == 1 + 8 * 4
     assert not (tmp_path / "out/journal.json").exists()

@@ -9,14 +9,13 @@ import pytest
 import torch
 from flax import nnx
 
-from ecospec_jax.cache import Rows
-from ecospec_jax.config import Eagle3Config, Qwen3MoeConfig, RopeConfig, SamplingConfig, SpecConfig
+from ecospec_jax.config import FINAL, Eagle3Config, Qwen3MoeConfig, RopeConfig, SamplingConfig, SpecConfig
 from ecospec_jax.decoding import StepPlan, Weights, draft
-from ecospec_jax.models.eagle3 import Eagle3
 from ecospec_jax.program import Program
 from ecospec_jax.selection import likelihood
 from tests import tiny
-from tests.parity.compare import Tree, assert_close, causal_rows, relative_error
+from tests.parity.compare import assert_close, causal_rows, relative_error
+from tests.parity.drafting import BRANCH, FULL_TREE, DraftCase, states_of
 from tests.parity.torch_eagle3 import Mistakes, TorchEagle3
 
 BASE = Eagle3Config(
@@ -42,12 +41,12 @@ VARIANTS = {
     "norm before fc": {"norm_before_fc": True},
     "norm of each boundary": {"norm_each_boundary": True},
     "norm output": {"norm_output": True},
+    "last hidden state": {"boundaries": (FINAL,), "fc": False, "target_hidden_size": 26},
     "all of speculators": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
     "llama3 rope": {"rope": LLAMA3},
     "full vocabulary": {"draft_vocab_size": 89},
     "one kv head, two boundaries": {"num_heads": 5, "num_kv_heads": 1, "boundaries": (1, 3)},
 }
-CONTEXT, CAPACITY, BRANCH, DEPTH = [4, 7], 24, 2, 3
 
 
 def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
@@ -69,63 +68,14 @@ def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     return torch.tensor(result)
 
 
-@dataclasses.dataclass
-class Case:
-    """Committed rows of two sequences, and tokens for the nodes of a full binary tree of three levels behind each."""
-
-    features: list[np.ndarray]
-    tokens: list[np.ndarray]
-    nodes_BN: np.ndarray
-
-    @staticmethod
-    def random(config: Eagle3Config, seed: int) -> "Case":
-        random = np.random.default_rng(seed)
-        width = len(config.boundaries) * config.target_hidden_size
-        return Case(
-            features=[2 * random.normal(size=(length, width)).astype(np.float32) for length in CONTEXT],
-            tokens=[random.integers(0, config.vocab_size, length) for length in CONTEXT],
-            nodes_BN=random.integers(0, config.vocab_size, (len(CONTEXT), len(FULL_TREE.parents))),
-        )
-
-
-def _level(depth: int) -> slice:
-    """Nodes of the full tree `depth` levels below the root's children."""
-    return slice(BRANCH ** (depth + 1) - BRANCH, BRANCH ** (depth + 2) - BRANCH)
-
-
-FULL_TREE = Tree([-1, -1, *(node // BRANCH - 1 for node in range(BRANCH, _level(DEPTH - 1).stop))])
-catch_up = nnx.jit(lambda drafter, rows, features, cache: drafter.catch_up(rows, features, cache))
-extend = nnx.jit(lambda drafter, rows, states, cache: drafter.extend(rows, states, cache))
 forward = nnx.jit(lambda target, rows, cache, boundaries: target(rows, cache, boundaries), static_argnums=3)
 
 
-def _ours(drafter: Eagle3, case: Case) -> np.ndarray:
-    """States of the root and of all nodes, level by level."""
-    batch, length_B = len(CONTEXT), np.array(CONTEXT)
-    features_BRF, tokens_BR = (
-        np.stack([np.resize(rows, (max(CONTEXT), *rows.shape[1:])) for rows in each])
-        for each in (case.features, case.tokens)
-    )
-    cache = drafter.empty_cache(batch, CAPACITY)
-    states, cache = catch_up(drafter, causal_rows(tokens_BR, length_B), jnp.asarray(features_BRF), cache)
-    levels = [states[jnp.arange(batch), length_B - 1][:, None]]
-    for depth in range(DEPTH):
-        level = _level(depth)
-        tokens_BR, mask_RW = case.nodes_BN[:, level], FULL_TREE.ancestors_RR[level]
-        rows = Rows(
-            tokens_BR=jnp.asarray(tokens_BR),
-            positions_BR=jnp.asarray(np.broadcast_to(length_B[:, None] + depth, tokens_BR.shape)),
-            live_BR=jnp.ones(tokens_BR.shape, bool),
-            context_B=jnp.asarray(length_B),
-            mask_BRW=jnp.asarray(np.broadcast_to(mask_RW, (batch, *mask_RW.shape))),
-            offset=level.start,
-        )
-        states, cache = extend(drafter, rows, jnp.repeat(levels[-1], BRANCH, axis=1), cache)
-        levels.append(states)
-    return np.concatenate(levels, axis=1)
+def _case(config: Eagle3Config, seed: int) -> DraftCase:
+    return DraftCase.random(config.vocab_size, len(config.boundaries) * config.target_hidden_size, seed)
 
 
-def _expected(reference: TorchEagle3, case: Case) -> np.ndarray:
+def _expected(reference: TorchEagle3, case: DraftCase) -> np.ndarray:
     """The reference's states in the same order."""
     result = []
     with torch.no_grad():
@@ -149,7 +99,7 @@ def test_three_recurrent_steps_of_a_branching_tree(variant: str) -> None:
     config = dataclasses.replace(BASE, **VARIANTS[variant])
     reference = _reference(config)
     for seed in range(50):
-        case = Case.random(config, seed)
+        case = _case(config, seed)
         expected = _expected(reference, case)
         log_probs_BNd = reference.log_probs(torch.tensor(expected)).numpy()
         best_BNk = -np.sort(-log_probs_BNd)[..., : BRANCH + 1]
@@ -159,7 +109,7 @@ def test_three_recurrent_steps_of_a_branching_tree(variant: str) -> None:
         raise AssertionError("near-ties decide the proposals of every case tried")
 
     drafter = reference.to_jax()
-    states = _ours(drafter, case)
+    states = states_of(drafter, case)
     assert_close(states, expected, what="states")
     tokens_BNk, proposed_BNk = drafter.propose(jnp.asarray(states), BRANCH)
     assert_close(proposed_BNk, best_BNk[..., :BRANCH], what="log-probabilities")
@@ -171,8 +121,8 @@ def test_three_recurrent_steps_of_a_branching_tree(variant: str) -> None:
 def square():
     """A drafter whose features are as wide as its state, where deciding on `fc` by comparing widths goes wrong."""
     config = dataclasses.replace(BASE, hidden_size=42)
-    case = Case.random(config, 0)
-    return config, case, _ours(_reference(config).to_jax(), case)
+    case = _case(config, 0)
+    return config, case, states_of(_reference(config).to_jax(), case)
 
 
 def test_features_as_wide_as_the_state(square) -> None:
@@ -190,7 +140,10 @@ def test_each_known_mistake_would_be_seen(square, mistake: str) -> None:
 
 
 def test_captured_features_identify_the_boundaries() -> None:
-    """F.17: layer i adds 10**i to the residual stream, so boundary b is the embedding plus 0, 1, 11, 111, 1111."""
+    """F.17: layer i adds 10**i to the residual stream, so boundary b is the embedding plus 0, 1, 11, 111, 1111.
+
+    The last of them is taken before the final norm, and `FINAL` after it.
+    """
     layers, hidden = 4, 14
     config = Qwen3MoeConfig(
         vocab_size=31,
@@ -214,20 +167,26 @@ def test_captured_features_identify_the_boundaries() -> None:
     for index, layer in enumerate(target.layers):
         layer.attention.o.weight.set_value(jnp.zeros_like(layer.attention.o.weight[...]))
         layer.attention.o.bias.set_value(jnp.full(hidden, 10.0**index))
-        silent = layer.mlp.down.weight if layer.moe is None else layer.moe.experts.down
+        silent = layer.mlp.down.weight if layer.moe is None else layer.moe.experts.down.weight
         silent.set_value(jnp.zeros_like(silent[...]))
     tokens = np.arange(6).reshape(2, 3)
     embedded = np.asarray(target.embedding(tokens))
-    for boundaries in [tuple(range(layers + 1)), (1, 3)]:
+    states = {boundary: embedded + (10.0**boundary - 1) / 9 for boundary in range(layers + 1)}
+    last = states[layers]
+    states[FINAL] = (
+        last / np.sqrt(np.mean(last**2, axis=-1, keepdims=True) + 1e-6) * np.asarray(target.norm.weight[...])
+    )
+    for boundaries in [tuple(range(layers + 1)), (1, 3), (FINAL,)]:
         output, _ = forward(target, causal_rows(tokens), target.empty_cache(2, 5), boundaries)
-        expected = [embedded + (10.0**boundary - 1) / 9 for boundary in boundaries]
+        expected = [states[boundary] for boundary in boundaries]
         np.testing.assert_allclose(output.features_BRF, np.concatenate(expected, axis=-1), rtol=1e-6, atol=1e-4)
 
 
-def test_entry_t_pairs_the_features_of_position_t_with_token_t_plus_1() -> None:
+@pytest.mark.parametrize("kind", [{"boundaries": (0, 1, 2)}, {"boundaries": (FINAL,), "fc": False, "hidden_size": 12}])
+def test_entry_t_pairs_the_features_of_position_t_with_token_t_plus_1(kind) -> None:
     """F.18: prefill and the first draft of prompts of unequal length, against committed rows fed by hand."""
     target = tiny.make_target()
-    config = dataclasses.replace(BASE, target_hidden_size=12, vocab_size=29, draft_vocab_size=17, boundaries=(0, 1, 2))
+    config = dataclasses.replace(BASE, target_hidden_size=12, vocab_size=29, draft_vocab_size=17, **kind)
     reference = _reference(config)
     target_def, target_state = nnx.split(target)
     drafter_def, drafter_state = nnx.split(reference.to_jax())

@@ -42,7 +42,7 @@ class TorchEagle3:
         features = len(c.boundaries) * c.target_hidden_size
         shapes = {
             "embed_tokens": (c.vocab_size, c.hidden_size),
-            "fc": (c.hidden_size, features),
+            **({"fc": (c.hidden_size, features)} if c.fc else {}),
             "q_proj": (heads, 2 * c.hidden_size),
             "k_proj": (kv_heads, 2 * c.hidden_size),
             "v_proj": (kv_heads, 2 * c.hidden_size),
@@ -71,8 +71,10 @@ class TorchEagle3:
         return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps) * self.w[name]
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
-        """The target's features to the drafter's width."""
+        """The target's features to the drafter's width; as they are for a head of the last hidden state."""
         c = self.config
+        if not c.fc:
+            return features
         if c.norm_each_boundary:
             parts = features.split(c.target_hidden_size)
             features = torch.cat([self.norm(part, f"fc_norm.{i}") for i, part in enumerate(parts)])
