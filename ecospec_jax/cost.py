@@ -14,7 +14,6 @@ import pydantic
 from ecospec_jax.checkpoint import parameters
 from ecospec_jax.config import (
     STRICT,
-    BackboneConfig,
     BackbonePredictorConfig,
     DrafterConfig,
     ModelConfig,
@@ -93,7 +92,7 @@ def byte_model(
         per_expert=experts.bytes(bytes_per_weight) / (moe_layers * config.num_experts),
         moe_layers=moe_layers,
         draft=0.0 if drafter is None else _draft_bytes(drafter, bytes_per_weight, depth, branch),
-        predict=0.0 if predictor is None else _predictor_weights(predictor) * bytes_per_weight,
+        predict=0.0 if predictor is None else _predict_bytes(predictor, bytes_per_weight),
     )
 
 
@@ -115,7 +114,7 @@ class _Size:
 
 
 @cache
-def _sizes(config: ModelConfig | DrafterConfig) -> dict[str, _Size]:
+def _sizes(config: ModelConfig | DrafterConfig | PredictorConfig) -> dict[str, _Size]:
     """Of a model's parameters, borrowed ones included."""
     dtype = jnp.dtype(jnp.bfloat16)
     sizes = {}
@@ -142,19 +141,10 @@ def _draft_bytes(config: DrafterConfig, bytes_per_weight: float, depth: int, bra
     return total(once) + depth * total(every) + touched * total(experts)
 
 
-def _attention_weights(config: BackboneConfig, inputs: int) -> int:
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return inputs * (heads + 2 * kv_heads) + config.hidden_size * heads
-
-
-def _predictor_weights(config: PredictorConfig) -> int:
+def _predict_bytes(config: PredictorConfig, bytes_per_weight: float) -> float:
     if not isinstance(config, BackbonePredictorConfig):
-        return 0
-    backbone, routing = config.backbone, config.routing
-    hidden = backbone.hidden_size
-    layer = _attention_weights(backbone, hidden) + 3 * hidden * backbone.intermediate_size
-    heads = routing.layers * routing.experts * hidden
-    return config.embedding_size * hidden + backbone.num_layers * layer + heads
+        return 0.0
+    return sum(size.bytes(bytes_per_weight) for path, size in _sizes(config).items() if path != "embedding.weight")
 
 
 def fit_seconds(

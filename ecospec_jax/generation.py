@@ -144,8 +144,13 @@ class Batch:
 
     def stats(self) -> DecodeStats:
         """Figures so far."""
+        cache = self.state.draft_cache
         return DecodeStats.create(
-            self.state.counters, len(self._prompt_lengths), self._prefill_seconds, self._decode_seconds
+            self.state.counters,
+            len(self._prompt_lengths),
+            self._prefill_seconds,
+            self._decode_seconds,
+            None if cache is None else cache.experts_read,
         )
 
     def _advance(self, steps: int) -> None:

@@ -102,6 +102,7 @@ class DecodeStats:
         hits_by_layer: true experts that were predicted for the row that used them.
         uses, added_error: see `ExpertUse`.
         live_rows: rows that were verified.
+        draft_experts: distinct experts of its own that the drafter read, pass by pass, summed; 0 if it has none.
     """
 
     prefill_seconds: float
@@ -114,9 +115,16 @@ class DecodeStats:
     uses: int
     added_error: int
     live_rows: int
+    draft_experts: int = 0
 
     @staticmethod
-    def create(counters: Counters, sequences: int, prefill_seconds: float, decode_seconds: float) -> "DecodeStats":
+    def create(
+        counters: Counters,
+        sequences: int,
+        prefill_seconds: float,
+        decode_seconds: float,
+        draft_experts: Int[Array, ""] | None = None,
+    ) -> "DecodeStats":
         """From device counters; only the first `sequences` of the batch are real."""
         host = jax.device_get(counters)
         return DecodeStats(
@@ -130,6 +138,7 @@ class DecodeStats:
             uses=int(host.use.uses),
             added_error=int(host.use.added_error),
             live_rows=int(host.live_rows),
+            draft_experts=0 if draft_experts is None else int(draft_experts),
         )
 
     def __add__(self, other: "DecodeStats") -> "DecodeStats":
@@ -149,6 +158,7 @@ class DecodeStats:
             uses=self.uses + other.uses,
             added_error=self.added_error + other.added_error,
             live_rows=self.live_rows + other.live_rows,
+            draft_experts=self.draft_experts + other.draft_experts,
         )
 
     @property
@@ -195,6 +205,11 @@ class DecodeStats:
     def rows(self) -> float:
         """Mean live rows per verification; nan when there was none."""
         return self.live_rows / self.verifications if self.verifications else float("nan")
+
+    @property
+    def draft_u(self) -> float:
+        """Distinct experts of its own that the drafter reads per verification, all its passes; nan if it has none."""
+        return self.draft_experts / self.verifications if self.draft_experts else float("nan")
 
     @property
     def tokens_per_second(self) -> float:

@@ -81,6 +81,7 @@ def expand_tree(
     cache: KVCache,
     root_state_BH: Float[Array, "batch state"],
     length_B: Int[Array, " batch"],
+    going_B: Bool[Array, " batch"],
     spec: SpecConfig,
 ) -> tuple[CandidateTree, KVCache]:
     """Expands `spec.depth` levels of `spec.branch` children.
@@ -90,6 +91,7 @@ def expand_tree(
         cache: the drafter's, caught up: `length_B` entries at positions `0 .. length-1`.
         root_state_BH: the drafter's state after its last committed entry, which predicts level 1.
         length_B: committed tokens in the target's cache (the root excluded).
+        going_B: sequences that are not finished; the nodes of others read no experts.
         spec: depth and branch.
 
     Returns:
@@ -109,7 +111,7 @@ def expand_tree(
         rows = Rows(
             tokens_BR=tokens_Bk,
             positions_BR=jnp.broadcast_to(length_B[:, None] - 1 + depth, (batch, k)),
-            live_BR=jnp.ones((batch, k), bool),
+            live_BR=jnp.broadcast_to(going_B[:, None], (batch, k)),
             context_B=length_B,
             mask_BRW=seen_BkW,
             offset=offset,

@@ -26,6 +26,7 @@ from rich.console import Console
 from ecospec_jax import SamplingConfig, SpecConfig, UserError
 from ecospec_jax.ahead_of_time import target as described
 from ecospec_jax.cache import KVCache
+from ecospec_jax.checkpoint import borrowed_parameters
 from ecospec_jax.config import DrafterConfig, GptOssConfig, ModelConfig
 from ecospec_jax.decoding import DecodeState, StepPlan, Weights, prefill
 from ecospec_jax.errors import reported_as_user_error, run_command
@@ -84,7 +85,8 @@ class Compiled:
     """What one device holds and does in a step; bytes.
 
     Attributes:
-        weights, drafter, cache, temporaries: on one device.
+        weights, cache, temporaries: on one device.
+        drafter: on one device, without what it borrows from the target.
         checkpoint: the target's weights as they are stored, on all devices together.
         collectives: how many of each kind a step has.
         collective_bytes: of their results, on one device.
@@ -147,6 +149,10 @@ def device_bytes(tree: Any) -> int:
     return sum(part.dtype.itemsize * math.prod(part.sharding.shard_shape(part.shape)) for part in jax.tree.leaves(tree))
 
 
+def _path(parts: tuple[Any, ...]) -> str:
+    return ".".join(map(str, parts))
+
+
 def collectives(hlo: str) -> tuple[Counter[str], int]:
     """How many collectives a program has, by kind, and the bytes of their results on one device."""
     found, total = Counter(), 0
@@ -178,12 +184,12 @@ def compile_case(case: Case) -> Compiled:
     shardings = jax.tree.map(lambda part: part.sharding, state)
     compiled = devices.compile(partial(step, plan), weights, state, donate_argnums=1, out_shardings=shardings)
     seconds = time.perf_counter() - started
-    memory = compiled.memory_analysis()
+    memory, borrowed = compiled.memory_analysis(), borrowed_parameters(drafter)
     assert memory is not None
     found, moved = collectives(compiled.as_text() or "")
     return Compiled(
         weights=device_bytes(target_state),
-        drafter=device_bytes(drafter_state),
+        drafter=device_bytes([part for path, part in nnx.to_flat_state(drafter_state) if _path(path) not in borrowed]),
         cache=device_bytes((state.target_cache, state.draft_cache)),
         temporaries=memory.temp_size_in_bytes,
         checkpoint=sum(part.dtype.itemsize * part.size for part in jax.tree.leaves(target_state)),

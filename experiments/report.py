@@ -67,6 +67,7 @@ class Record:
             "overlap": finite(self.stats.overlap),
             "marginal_error": finite(self.stats.marginal_error),
             "rows": finite(self.stats.rows),
+            "draft_u": finite(self.stats.draft_u),
             "bytes_per_step": finite(self.bytes_per_step),
             "bytes_per_token": finite(self.bytes_per_token),
             "stats": dataclasses.asdict(self.stats),
@@ -102,11 +103,16 @@ COLUMNS = {
     "marginal_error": ("marginal error", 1.0, 2),
     "bytes_per_step": ("MB/step", 1e-6, 2),
     "bytes_per_token": ("MB/token", 1e-6, 2),
+    "draft_u": ("U draft", 1.0, 2),
 }
 OF_PREDICTIONS = ("predicted_u", "overlap", "marginal_error")
 NOTES = (
     "Medians over prompts [95 % bootstrap interval]; stage times are from a separate staged pass.",
     "* an experiment: sees the target's true routing by an extra pass; its share of the staged times is not counted.",
+)
+NOTE_ON_DRAFTING = (
+    "U draft: distinct experts of its own that the drafter reads per verification. MB/step and MB/token are those of "
+    "the target alone."
 )
 
 
@@ -133,7 +139,10 @@ def summarise(methods: list[str], records: list[Record], stages: dict[str, list[
             "speedup": [speed / baseline[batch] for batch, speed in speeds.items()],
             "bytes_per_step": [r.bytes_per_step for r in records if r.method == method],
             "bytes_per_token": [r.bytes_per_token for r in records if r.method == method],
-            **{name: [getattr(stats, name) for stats in mine.values()] for name in ("tau", "u", *OF_PREDICTIONS)},
+            **{
+                name: [getattr(stats, name) for stats in mine.values()]
+                for name in ("tau", "u", "draft_u", *OF_PREDICTIONS)
+            },
         }
         if get_method(method).adaptive:  # its plain steps predict nothing, which these figures would count as misses
             figures |= {name: [math.nan] * len(mine) for name in OF_PREDICTIONS}
@@ -233,6 +242,7 @@ TERMINAL_TABLES = (
     ("tokens_per_second", "speedup", "tau", "u"),
     ("bytes_per_step", "bytes_per_token"),
     ("predicted_u", "overlap", "marginal_error"),
+    ("draft_u",),
     STAGES,
 )
 
@@ -249,7 +259,12 @@ def write_report(
     """Prints the table, in parts that fit a terminal, and writes `table.md` and the plots into `out`."""
     rows = summarise(methods, records, stages)
     verdicts = same_tokens(methods, records) + near_ties + paired_u(methods, records)
-    notes = NOTES if any(row.oracle for row in rows) else NOTES[:1]
+    notes: list[str] = [*(NOTES if any(row.oracle for row in rows) else NOTES[:1])]
+    columns = list(COLUMNS)
+    if any(math.isfinite(row.figures["draft_u"].middle) for row in rows):
+        notes.append(NOTE_ON_DRAFTING)
+    else:
+        columns.remove("draft_u")
 
     for names in TERMINAL_TABLES:
         header, cells = table_cells(rows, names, separator="\n")
@@ -262,7 +277,7 @@ def write_report(
     for line in (*notes, *verdicts):
         console.print(line, soft_wrap=True)
 
-    header, cells = table_cells(rows, [*COLUMNS, *STAGES], separator=" ")
+    header, cells = table_cells(rows, [*columns, *STAGES], separator=" ")
     with reported_as_user_error(f"{out}: cannot be written", OSError):
         write_text(out / "table.md", _markdown(header, cells, [*notes, *verdicts], common))
         _plot(out / "speed.png", rows)

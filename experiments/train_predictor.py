@@ -6,19 +6,17 @@ Writes the trained backbone, the token table and the frequency prior, with their
 that of the previous token's experts. An interrupted training resumes exactly where its last checkpoint was.
 """
 
-import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 import tyro
 from flax import nnx
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from ecospec_jax import Decoder, UserError, expert_bits
@@ -31,14 +29,16 @@ from ecospec_jax.config import (
     RoutingShape,
     TokenTableConfig,
 )
-from ecospec_jax.errors import reported_as_user_error, run_command
+from ecospec_jax.errors import run_command
 from ecospec_jax.models.predictor import BackbonePredictor, Frequency, TokenTable
 from ecospec_jax.predictor_checkpoint import save_predictors
-from ecospec_jax.training.predictor import Trainer, batches, optimiser, pack, top_k_overlap
+from ecospec_jax.training.predictor import Examples, multi_label_loss, optimiser, pack, top_k_overlap
+from ecospec_jax.training.sequences import batches
 from ecospec_jax.training.tables import best_experts, expert_counts, layer_prior, token_scores
 from ecospec_jax.training.traces import Trace, read_manifest, read_traces, split_by_prompt
+from ecospec_jax.training.trainer import Trainer
 from experiments.options import require_positive
-from experiments.tables import write_text
+from experiments.resuming import open_training, train, training_folder
 
 
 @dataclass(frozen=True)
@@ -108,57 +108,40 @@ def load_traces(settings: Settings, decoder: Decoder) -> tuple[list[Trace], list
 
 
 def train_backbone(
-    settings: Settings, decoder: Decoder, train: list[Trace], held_out: list[Trace], console: Console
+    settings: Settings, decoder: Decoder, training: list[Trace], held_out: list[Trace], console: Console
 ) -> BackbonePredictor:
-    """Trains with checkpoints in `training_folder`, from the last one there on."""
+    """Trains with checkpoints, from the last one there on."""
     model = BackbonePredictor(settings.backbone(decoder), dtype=jnp.dtype("float32"), rngs=nnx.Rngs(settings.seed))
     model.embedding.weight.set_value(decoder.target.embedding.weight.get_value().astype(jnp.float32))
     transformation = optimiser(settings.learning_rate, settings.steps, settings.warmup, settings.weight_decay)
-    trainer = Trainer(model, transformation)
-    options = ocp.CheckpointManagerOptions(max_to_keep=2)
-    folder = training_folder(settings) / "checkpoints"
-    with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
-        done = manager.latest_step() or 0
-        if done:
-            with reported_as_user_error(f"{folder}: cannot resume; remove it to start again", ValueError, KeyError):
-                trainer.restore(manager.restore(done, args=ocp.args.StandardRestore(trainer.state)))
-            console.print(f"resuming after step {done}")
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console) as progress:
-            task = progress.add_task("training", total=settings.steps, completed=done)
-            feed = batches(train, settings.batch_size, settings.seed, done)
-            routing = model.config.routing
-            for step in range(done + 1, settings.steps + 1):
-                loss = trainer.step(pack(next(feed), settings.length, routing))
-                progress.update(task, advance=1)
-                if step % settings.checkpoint_every == 0 or step == settings.steps:
-                    overlap = top_k_overlap(trainer.model, held_out[:64], settings.batch_size, settings.length)
-                    console.print(f"step {step}: loss {float(loss):.3f}, held-out overlap {overlap.mean():.3f}")
-                    manager.save(step, args=ocp.args.StandardSave(trainer.state))
+    trainer = Trainer(model, transformation, multi_label_loss)
+
+    def feed(first: int) -> Iterator[Examples]:
+        upcoming = batches(training, settings.batch_size, settings.seed, first)
+        return (pack(part, settings.length, model.config.routing) for part in upcoming)
+
+    def report(step: int, loss: float) -> None:
+        overlap = top_k_overlap(trainer.model, held_out[:64], settings.batch_size, settings.length)
+        console.print(f"step {step}: loss {loss:.3f}, held-out overlap {overlap.mean():.3f}")
+
+    train(
+        trainer,
+        feed,
+        steps=settings.steps,
+        checkpoints=training_folder(settings.out) / "checkpoints",
+        every=settings.checkpoint_every,
+        report=report,
+        console=console,
+    )
     return trainer.model
 
 
-def training_folder(settings: Settings) -> Path:
-    """Where an unfinished training is kept; removed once the predictors are written."""
-    return settings.out.with_name(f"{settings.out.name}.training")
-
-
-def open_training(settings: Settings, decoder: Decoder) -> None:
-    """Begins a training folder, or checks that the one there belongs to a training with these settings and traces."""
+def recipe(settings: Settings, decoder: Decoder) -> dict[str, Any]:
+    """What a training must have in common with one that it continues."""
     traces = {shard.file: shard.sha256 for shard in read_manifest(settings.traces).shards}
     free = ("target", "traces", "out", "checkpoint_every")
     options = {name: value for name, value in asdict(settings).items() if name not in free}
-    recipe: dict[str, Any] = {"target_hash": decoder.target_hash, "traces": traces, "settings": options}
-    file = training_folder(settings) / "recipe.json"
-    with reported_as_user_error(f"{file}: cannot be used", OSError, ValueError):
-        if not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_text(file, json.dumps(recipe))
-        elif json.loads(file.read_text()) != recipe:
-            raise UserError(
-                f"{file.parent}: holds an unfinished training with other settings, traces or target; "
-                "continue that one, or remove the folder"
-            )
+    return {"target_hash": decoder.target_hash, "traces": traces, "settings": options}
 
 
 def chosen(trace: Trace, routing: RoutingShape) -> np.ndarray:
@@ -203,18 +186,18 @@ def run(settings: Settings) -> None:
     if settings.out.exists():
         raise UserError(f"{settings.out}: already exists; remove it or choose another name")
     decoder = Decoder.load(settings.target)
-    train, held_out = load_traces(settings, decoder)
+    training, held_out = load_traces(settings, decoder)
     routing = RoutingShape.of(decoder.target.config)
     vocabulary = decoder.target.config.vocab_size
 
-    counts_VLE = expert_counts(train, vocabulary, routing)
+    counts_VLE = expert_counts(training, vocabulary, routing)
     table_VLK = best_experts(token_scores(counts_VLE), routing.k)
     frequency_LK = best_experts(layer_prior(counts_VLE), routing.k)
     table, frequency = TokenTable(TokenTableConfig(vocabulary, routing)), Frequency(FrequencyConfig(routing))
     table.bits_VLW.set_value(expert_bits.from_ids(jnp.asarray(table_VLK), routing.experts))
     frequency.bits_LW.set_value(expert_bits.from_ids(jnp.asarray(frequency_LK), routing.experts))
-    open_training(settings, decoder)
-    backbone = train_backbone(settings, decoder, train, held_out, console)
+    open_training(training_folder(settings.out), recipe(settings, decoder))
+    backbone = train_backbone(settings, decoder, training, held_out, console)
 
     overlap = {
         "backbone": tuple(top_k_overlap(backbone, held_out, settings.batch_size, settings.length).tolist()),
@@ -227,11 +210,11 @@ def run(settings: Settings) -> None:
         "token_table": (TokenTableConfig(vocabulary, routing), table),
         "frequency": (FrequencyConfig(routing), frequency),
     }
-    recipe = {
+    made_with = {
         "steps": str(settings.steps),
         "batch_size": str(settings.batch_size),
         "learning_rate": str(settings.learning_rate),
-        "training_tokens": str(sum(len(trace.tokens_T) for trace in train)),
+        "training_tokens": str(sum(len(trace.tokens_T) for trace in training)),
         "held_out_tokens": str(sum(len(trace.tokens_T) for trace in held_out)),
     }
     save_predictors(
@@ -239,10 +222,10 @@ def run(settings: Settings) -> None:
         models,
         target_hash=decoder.target_hash,
         overlap=overlap,
-        recipe=recipe,
+        recipe=made_with,
         dtype=jnp.dtype("bfloat16"),
     )
-    shutil.rmtree(training_folder(settings))
+    shutil.rmtree(training_folder(settings.out))
     report(overlap, console)
     console.print(f"written to {settings.out}")
 

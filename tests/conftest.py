@@ -1,5 +1,6 @@
 """Fixtures that several test folders share."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,15 +8,27 @@ import pytest
 from convert import convert
 from tests.hf_models import DRAFTER, drafter_tensors, write_drafter, write_target
 
-CHECKPOINT = Path(__file__).parents[1] / "checkpoints" / "tiny-qwen3-moe"
+CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
+CHECKPOINT = CHECKPOINTS / "tiny-qwen3-moe"
 
 
 @pytest.fixture(scope="session")
-def converted_tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped checkpoint with its drafter, converted; for reading only."""
-    folder = tmp_path_factory.mktemp("converted") / CHECKPOINT.name
-    convert(CHECKPOINT / "target", folder, drafter=CHECKPOINT / "drafter")
-    return folder
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Converts a shipped checkpoint with its drafter, once; for reading only."""
+    parent = tmp_path_factory.mktemp("converted")
+
+    def find(name: str) -> Path:
+        if not (parent / name).exists():
+            convert(CHECKPOINTS / name / "target", parent / name, drafter=CHECKPOINTS / name / "drafter")
+        return parent / name
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def converted_tiny(converted: Callable[[str], Path]) -> Path:
+    """The shipped Qwen3-MoE."""
+    return converted(CHECKPOINT.name)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Small random DeepSeek-V3 checkpoints as published: sharded, FP8, per-expert names, the MTP module behind the last layer.
+"""Small random DeepSeek-V3 checkpoints as published: sharded, FP8, an expert a tensor, the MTP module as last layer.
 
 No two dimensions are equal, and several are no multiples of the blocks of 128.
 """

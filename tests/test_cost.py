@@ -14,13 +14,15 @@ from transformers import Qwen3MoeConfig as PublishedConfig
 from transformers import Qwen3MoeForCausalLM
 
 from ecospec_jax.checkpoint import parameters
-from ecospec_jax.config import FrequencyConfig, Qwen3MoeConfig, RopeConfig, TokenTableConfig
+from ecospec_jax.config import FrequencyConfig, MtpConfig, Qwen3MoeConfig, RopeConfig, TokenTableConfig
 from ecospec_jax.cost import CostModel, byte_model, fit_seconds, read_cost, write_cost
 from ecospec_jax.errors import UserError
+from ecospec_jax.models import abstract
 from ecospec_jax.models.gpt_oss import GptOss
-from ecospec_jax.presets import PRESETS
+from ecospec_jax.presets import PRESETS, drafter_for
 from ecospec_jax.selection import Economy
 from tests import tiny, tiny_predictors
+from tests.parity.fp8 import CONFIG as FP8_CONFIG
 
 
 def test_published_figures_of_qwen3_235b() -> None:
@@ -64,6 +66,52 @@ def test_bytes_of_all_gpt_oss_weights_equal_those_of_the_model(storage: str) -> 
     total = sum(array.size * array.dtype.itemsize for array in arrays.values())
     model = byte_model(config, 2)
     assert model.fixed + 3 * 9 * model.per_expert + 2 * arrays["embedding.weight"].size == total
+
+
+def test_published_figures_of_deepseek_v3_1() -> None:
+    """docs/design.md section 4: fp8 and its factors; the paper's bytes per verification at its U.
+
+    The checkpoint's published size counts in GiB, and the MTP module with its copies of embedding and head.
+    """
+    config = PRESETS["deepseek-v3.1"]
+    model = byte_model(config, 2)
+    assert model.per_expert == 3 * (2048 * 7168 + 16 * 56 * 4) == pytest.approx(44.0e6, rel=2e-3)
+    assert model.fixed == pytest.approx(17.2e9, rel=5e-3)
+    assert model.moe_layers == 58
+    assert model.step(31.4) == pytest.approx(97.4e9, rel=0.01)
+    embedding = 2 * 129280 * 7168
+    read = model.fixed + 58 * 256 * model.per_expert
+    assert read == pytest.approx(671e9, rel=1e-3)
+    module = byte_model(config, 2, drafter=drafter_for(config), depth=1).draft + (256 - 8) * model.per_expert
+    assert read + embedding + module + embedding == pytest.approx(641 * 2**30, rel=1e-3)
+
+
+def bytes_by_part(module: nnx.Module) -> dict[str, int]:
+    """Bytes of the arrays by the part of a module that holds them, its experts apart."""
+    sizes: dict[str, int] = {}
+    for path, variable in parameters(module).items():
+        part = "experts" if ".experts." in path else path.split(".")[0]
+        value = variable.get_value()
+        sizes[part] = sizes.get(part, 0) + value.size * value.dtype.itemsize
+    return sizes
+
+
+@pytest.mark.parametrize("storage", ["plain", "fp8"])
+def test_bytes_of_all_deepseek_weights_equal_those_of_the_modules(storage: str) -> None:
+    """Ragged blocks have whole factors. The MTP module is read once a level, of its experts those that rows touch."""
+    config = replace(FP8_CONFIG, storage=storage)
+    part = bytes_by_part(abstract(config, jnp.dtype(jnp.bfloat16)))
+    model = byte_model(config, 2)
+    assert model.per_expert * config.num_experts == part["experts"]
+    assert model.fixed + part["experts"] + part["embedding"] == sum(part.values())
+
+    part = bytes_by_part(abstract(MtpConfig(config), jnp.dtype(jnp.bfloat16)))
+    assert part.keys() == {"embedding", "embedding_norm", "hidden_norm", "join", "layer", "experts", "norm", "head"}
+    every = sum(part.values()) - part["embedding"] - part["experts"]
+    touched = 2 / 6, 1 - (1 - 2 / 6) ** 3  # of the experts: by one row, and by three
+    drafter = partial(byte_model, config, 2, drafter=MtpConfig(config), branch=3)
+    assert drafter(depth=1).draft == pytest.approx(every + touched[0] * part["experts"])
+    assert drafter(depth=4).draft == pytest.approx(4 * every + (touched[0] + 3 * touched[1]) * part["experts"])
 
 
 @pytest.mark.parametrize("tied", [False, True])

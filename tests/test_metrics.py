@@ -103,3 +103,14 @@ def test_only_real_sequences_are_reported() -> None:
     figures = DecodeStats.create(counters, sequences=2, prefill_seconds=1.0, decode_seconds=2.0)
     assert figures.emitted_histograms == ((1, 0), (0, 1))
     assert figures.verifications == 1 and figures.distinct_by_layer == (3,) and figures.live_rows == 2
+    assert figures.draft_experts == 0
+
+
+def test_the_drafters_own_experts_are_kept_apart() -> None:
+    """They change no figure of the target's, and there is none without such a drafter."""
+    assert math.isnan(stats().draft_u)
+    drafted = DecodeStats.create(Counters.zeros(2, 3, 1), 2, 1.0, 2.0, draft_experts=jnp.int32(7))
+    assert drafted.draft_experts == 7 and drafted.distinct_by_layer == (0,)
+    both = stats(draft_experts=10) + stats(draft_experts=30, verifications=6)
+    assert both.draft_experts == 40 and both.draft_u == pytest.approx(4)
+    assert stats(draft_experts=10).u == stats().u

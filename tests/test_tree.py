@@ -130,7 +130,7 @@ def test_expansion_equals_an_independent_beam(depth: int, branch: int, ties: boo
         kept = jnp.where(jnp.arange(CAPACITY) < lengths[:, None], committed, 7).astype(jnp.float32)
         cache = KVCache([kept[:, None, :, None]], [])
         state = jnp.stack([jnp.arange(BATCH), roots], axis=-1).astype(jnp.float32)
-        return expand_tree(drafter, cache, state, lengths, spec)[0]
+        return expand_tree(drafter, cache, state, lengths, jnp.ones(BATCH, bool), spec)[0]
 
     tree = jax.tree.map(np.asarray, expand(table, committed, roots, lengths))
     assert tree.tokens_BN.shape == (BATCH, spec.pool_size) == (BATCH, branch + (depth - 1) * branch**2)
@@ -171,7 +171,7 @@ def test_scores_of_an_eagle_tree_equal_chains() -> None:
     def expand(state: nnx.State) -> CandidateTree:
         drafter = nnx.merge(graph, state)
         root, cache = caught_up(drafter, 1)
-        return expand_tree(drafter, cache, root, jnp.array([length]), spec)[0]
+        return expand_tree(drafter, cache, root, jnp.array([length]), jnp.array([True]), spec)[0]
 
     @jax.jit
     def chain(state: nnx.State, tokens_BD: jax.Array) -> jax.Array:

@@ -167,17 +167,21 @@ class MoELayer(nnx.Module):
         batch, rows, hidden = x_BRD.shape
         x_TD = x_BRD.reshape(batch * rows, hidden)
         ids_TK, weights_TK = self.router(x_TD)
-        experts = self.experts.weights
-        ids_TK = jnp.where(live_BR.reshape(-1, 1), ids_TK, experts.count)
-        op = partial(grouped_experts, activation=self.activation)
-        if self.placement is None:
-            y_TD = op(x_TD, ids_TK, weights_TK, experts)
-        else:
-            specs = self.experts.arranged(self.placement.spec_of)
-            y_TD = self.placement.experts_apart(op, x_TD, ids_TK, weights_TK, experts, specs)
+        ids_TK = jnp.where(live_BR.reshape(-1, 1), ids_TK, self.experts.weights.count)
+        y_TD = self.routed(x_TD, ids_TK, weights_TK)
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
         return y_TD.reshape(x_BRD.shape), ids_TK.reshape(batch, rows, -1)
+
+    def routed(
+        self, x_TD: Float[Array, "rows hidden"], ids_TK: Int[Array, "rows k"], weights_TK: Float[Array, "rows k"]
+    ) -> Float[Array, "rows hidden"]:
+        """What the chosen experts add."""
+        op = partial(grouped_experts, activation=self.activation)
+        if self.placement is None:
+            return op(x_TD, ids_TK, weights_TK, self.experts.weights)
+        specs = self.experts.arranged(self.placement.spec_of)
+        return self.placement.experts_apart(op, x_TD, ids_TK, weights_TK, self.experts.weights, specs)
 
 
 def spread(module: nnx.Module, placement: Placement | None) -> None:

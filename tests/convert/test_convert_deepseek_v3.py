@@ -1,4 +1,4 @@
-"""Converted DeepSeek-V3 targets and MTP modules against the tensors they came from, and transformers' reading of them."""
+"""Converted DeepSeek-V3 targets and MTP modules against the tensors they came from, and against transformers."""
 
 import json
 import re

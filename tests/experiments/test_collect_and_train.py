@@ -18,8 +18,8 @@ from ecospec_jax import Decoder
 from ecospec_jax.config import RoutingShape
 from ecospec_jax.errors import run_command
 from ecospec_jax.predictor_checkpoint import load_predictors
-from ecospec_jax.training.predictor import Trainer
 from ecospec_jax.training.traces import Trace, read_manifest, read_traces, split_by_prompt, write_manifest
+from ecospec_jax.training.trainer import Trainer
 from experiments import collect_traces, train_predictor
 from tests.parity.compare import causal_rows
 from tests.tiny import quick_compilation

@@ -21,6 +21,12 @@ def test_reads_turns_answers_and_skips_blank_lines(tmp_path: Path) -> None:
     assert [prompt.id for prompt in read_prompts(path, limit=1)] == ["a"]
 
 
+def test_only_newlines_separate_prompts(tmp_path: Path) -> None:
+    """JSON allows the other line separators of Unicode within a string."""
+    path = write(tmp_path, '{"id": "a", "turns": ["one\u2028two\x85three"]}', '{"id": "b", "turns": ["z"]}')
+    assert [prompt.turns for prompt in read_prompts(path)] == [("one\u2028two\x85three",), ("z",)]
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [

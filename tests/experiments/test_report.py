@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -69,6 +70,24 @@ def test_predictions_of_methods_that_also_step_plainly_are_not_judged(records: l
     _, rate = summarise(["ar", "rate"], records + mine, {"ar": [STAGES], "rate": [STAGES]})
     assert rate.figures["tau"].middle == 1.5
     assert all(math.isnan(rate.figures[name].middle) for name in ("predicted_u", "overlap", "marginal_error"))
+
+
+def test_experts_of_a_drafter_have_a_column_of_their_own(tmp_path: Path, records: list[Record]) -> None:
+    """Only where a drafter has experts; the modelled bytes stay the target's."""
+    figures = dataclasses.replace(stats((0, 5), 0.5, (45, 55)), draft_experts=40)
+    mine = [record("likelihood", prompt, (1, 2), figures) for prompt in range(3)]
+    assert mine[0].json()["draft_u"] == 8 and mine[0].json()["stats"]["draft_experts"] == 40
+    assert records[0].json()["draft_u"] is None
+    assert mine[0].bytes_per_token == records[1].bytes_per_token
+    console = Console(width=200, record=True)
+    for name, given in (("with", records[::3] + mine), ("without", records[::3] + records[1::3])):
+        methods = ["ar", "likelihood"]
+        (tmp_path / name).mkdir()
+        write_report(tmp_path / name, methods, given, {m: [STAGES] for m in methods}, [], {}, console)
+        text, shown = (tmp_path / name / "table.md").read_text(), console.export_text()
+        for output in (text, shown):
+            assert ("U draft" in output) == (name == "with")
+        assert ("8.00 [8.00, 8.00]" in text) == (name == "with")
 
 
 def test_different_tokens_are_reported_by_prompt(records: list[Record]) -> None:

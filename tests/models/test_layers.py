@@ -1,12 +1,13 @@
 """RMSNorm, router and expert layer on their own."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
 from flax import nnx
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
 
 from ecospec_jax.models.layers import RMSNorm
@@ -16,24 +17,30 @@ BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 EXPERTS, HIDDEN, FFN, K = 9, 14, 22, 3
 
 
-def test_rms_norm_is_bitwise_transformers_in_bfloat16() -> None:
-    """Normalise in float32, round, then multiply. Inputs have few bits, so that no order of summation matters."""
+@pytest.mark.parametrize("theirs", [Qwen3MoeRMSNorm, DeepseekV3RMSNorm, GptOssRMSNorm])
+def test_rms_norm_is_bitwise_transformers_in_bfloat16(theirs: type[torch.nn.Module]) -> None:
+    """Normalise in float32; then round and multiply, but gpt-oss multiplies first.
+
+    Inputs have few bits, so that no order of summation matters.
+    """
     random = np.random.default_rng(0)
     x = random.integers(-63, 64, (40, 64)) / 16
     weight = 1 + random.integers(-100, 100, 64) / 128
-    norm = RMSNorm(64, 1e-6, dtype=BF16)
-    norm.weight.set_value(jnp.asarray(weight, BF16))
-    reference = Qwen3MoeRMSNorm(64, 1e-6).to(torch.bfloat16)
+    reference = theirs(64, 1e-6).to(torch.bfloat16)
     with torch.no_grad():
         reference.weight.copy_(torch.tensor(weight))
         expected = reference(torch.tensor(x).to(torch.bfloat16)).float().numpy()
-    ours = norm(jnp.asarray(x, BF16))
-    assert ours.dtype == BF16
-    np.testing.assert_array_equal(np.asarray(ours, np.float32), expected)
 
-    x32, weight32 = jnp.asarray(x, F32), norm.weight[...].astype(F32)
-    rounded_last = (x32 * jax.lax.rsqrt(jnp.mean(x32**2, -1, keepdims=True) + 1e-6) * weight32).astype(BF16)
-    assert (np.asarray(rounded_last, np.float32) != expected).any(), "the inputs do not tell the two orders apart"
+    def ours(scale_in_float32: bool) -> np.ndarray:
+        norm = RMSNorm(64, 1e-6, dtype=BF16, scale_in_float32=scale_in_float32)
+        norm.weight.set_value(jnp.asarray(weight, BF16))
+        y = norm(jnp.asarray(x, BF16))
+        assert y.dtype == BF16
+        return np.asarray(y, np.float32)
+
+    first = theirs is GptOssRMSNorm
+    np.testing.assert_array_equal(ours(scale_in_float32=first), expected)
+    assert (ours(scale_in_float32=not first) != expected).any(), "the inputs do not tell the two orders apart"
 
 
 @pytest.mark.parametrize("normalise", [True, False])

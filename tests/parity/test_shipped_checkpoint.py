@@ -1,7 +1,8 @@
-"""The shipped checkpoint, converted, against transformers on real text, float32: internals, greedy text, drafter."""
+"""The shipped checkpoints, converted, against transformers on real text, float32: internals, greedy text, a drafter."""
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -13,10 +14,10 @@ from flax import nnx
 from safetensors.torch import load_file
 
 from ecospec_jax import Decoder
-from tests.conftest import CHECKPOINT
+from tests.conftest import CHECKPOINT, CHECKPOINTS
 from tests.parity.compare import assert_close, causal_rows
 from tests.parity.torch_eagle3 import TorchEagle3
-from tests.parity.torch_qwen3_moe import TorchOutput, run
+from tests.parity.torch_targets import TorchOutput, run
 
 PROMPTS = Path(__file__).parents[2] / "experiments" / "prompts" / "demo.jsonl"
 # Trained routers come close to ties: one gap in twenty is below 1e-4. Rounding is a hundred times smaller than this.
@@ -25,14 +26,26 @@ MIN_GAP = 1e-5
 forward = nnx.jit(lambda target, rows, cache, boundaries: target(rows, cache, boundaries), static_argnums=3)
 
 
-@pytest.fixture(scope="module")
-def reference() -> transformers.Qwen3MoeForCausalLM:
-    return transformers.Qwen3MoeForCausalLM.from_pretrained(CHECKPOINT / "target", dtype=torch.float32).eval()
+@pytest.fixture(scope="module", params=["tiny-qwen3-moe", "tiny-gpt-oss"])
+def name(request: pytest.FixtureRequest) -> str:
+    """Of a shipped checkpoint."""
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def decoder(converted_tiny: Path) -> Decoder:
-    return Decoder.load(converted_tiny, dtype="float32")
+def reference(name: str) -> transformers.PreTrainedModel:
+    """transformers' model, quantised weights widened."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        CHECKPOINTS / name / "target", dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+
+
+@pytest.fixture(scope="module")
+def decoder(name: str, converted: Callable[[str], Path]) -> Decoder:
+    return Decoder.load(converted(name), dtype="float32")
+
+
+only_qwen3_moe = pytest.mark.parametrize("name", ["tiny-qwen3-moe"], indirect=True)
 
 
 @functools.cache
@@ -59,7 +72,7 @@ def test_internals(decoder: Decoder, clear) -> None:
     target, lengths = decoder.target, [len(ids) for ids, _ in clear]
     layers = target.config.num_layers
     tokens_BR = np.stack([np.resize(ids, max(lengths)) for ids, _ in clear])
-    cache = target.empty_cache(len(clear), max(lengths))
+    cache = target.empty_cache(len(clear), max(lengths), 1)
     output, _ = forward(target, causal_rows(tokens_BR, lengths), cache, tuple(range(layers + 1)))
     logits_BRV = np.asarray(target.logits(output.hidden_BRD))
     boundaries = np.split(np.asarray(output.features_BRF), layers + 1, axis=-1)
@@ -102,6 +115,7 @@ def published_drafter(decoder: Decoder) -> TorchEagle3:
     return TorchEagle3(config, inverse, w=w, d2t=torch.zeros(config.draft_vocab_size, dtype=torch.int64))
 
 
+@only_qwen3_moe
 def test_drafter(decoder: Decoder, published_drafter: TorchEagle3, clear) -> None:
     """Log-probabilities of the drafter over a prompt, on transformers' hidden states."""
     ids, output = clear[0]
@@ -119,6 +133,7 @@ def test_drafter(decoder: Decoder, published_drafter: TorchEagle3, clear) -> Non
     assert_close(log_probs, expected[:, :5].numpy(), what="log-probabilities")
 
 
+@only_qwen3_moe
 def test_drafter_agrees_with_the_target_at_its_own_boundaries_only(
     reference, decoder: Decoder, generated, published_drafter: TorchEagle3
 ) -> None:

@@ -25,15 +25,20 @@ class TorchWeights:
         parameter.set_value(jnp.asarray(array))
 
 
-def put_common(weights: TorchWeights, ours: Transformer) -> None:
-    """Embedding, head, norms and the attention's projections."""
-    put = weights.put
-    put(ours.embedding.weight, "model.embed_tokens.weight")
-    put(ours.norm.weight, "model.norm.weight")
+def put_ends(weights: TorchWeights, ours: Transformer) -> None:
+    """Embedding, final norm and head."""
+    weights.put(ours.embedding.weight, "model.embed_tokens.weight")
+    weights.put(ours.norm.weight, "model.norm.weight")
     if ours.head is None:
         weights.unused.pop("lm_head.weight", None)
     else:
-        put(ours.head.weight, "lm_head.weight")
+        weights.put(ours.head.weight, "lm_head.weight")
+
+
+def put_common(weights: TorchWeights, ours: Transformer) -> None:
+    """Embedding, head, norms and the attention's projections."""
+    put_ends(weights, ours)
+    put = weights.put
     for index, layer in enumerate(ours.layers):
         prefix = f"model.layers.{index}."
         put(layer.attention_norm.weight, prefix + "input_layernorm.weight")

@@ -13,16 +13,10 @@ from ecospec_jax.checkpoint import parameters
 from ecospec_jax.config import SpecConfig
 from ecospec_jax.decoding import examine
 from ecospec_jax.models.predictor import BackbonePredictor
-from ecospec_jax.training.predictor import (
-    Trainer,
-    batches,
-    multi_label_loss,
-    optimiser,
-    pack,
-    sequence_logits,
-    top_k_overlap,
-)
+from ecospec_jax.training.predictor import multi_label_loss, optimiser, pack, sequence_logits, top_k_overlap
+from ecospec_jax.training.sequences import batches
 from ecospec_jax.training.traces import Trace, split_by_prompt
+from ecospec_jax.training.trainer import Trainer
 from tests import tiny_predictors
 from tests.tiny import quick_compilation
 from tests.tiny_predictors import PREDICTOR, ROUTING, TARGET, decode, make_plan, make_weights
@@ -56,7 +50,8 @@ def token_routed_traces() -> tuple[list[Trace], list[Trace]]:
 def make_trainer(steps: int = STEPS, seed: int = 2) -> Trainer:
     model = tiny_predictors.make_backbone(seed=seed)
     model.embedding.weight.set_value(token_routed_target().embedding.weight.get_value())
-    return Trainer(model, optimiser(learning_rate=2e-2, steps=steps, warmup=10, weight_decay=0.01))
+    transformation = optimiser(learning_rate=2e-2, steps=steps, warmup=10, weight_decay=0.01)
+    return Trainer(model, transformation, multi_label_loss)
 
 
 def test_pack() -> None:

@@ -1,0 +1,77 @@
+"""The trainers know targets and drafters by their interfaces only: every family learns, prepared layers and all."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from ecospec_jax.checkpoint import borrowed_parameters, parameters
+from ecospec_jax.config import DeepseekV3Config, ModelConfig, MtpConfig, RopeConfig
+from ecospec_jax.models import DRAFTERS, TARGETS
+from ecospec_jax.training.drafter import drafter_loss, lessons
+from ecospec_jax.training.experts import prepare
+from ecospec_jax.training.language_model import optimiser, training_loss
+from ecospec_jax.training.sequences import pack_documents
+from ecospec_jax.training.trainer import Trainer
+from tests import tiny
+from tests.tiny import quick_compilation
+
+__all__ = ["quick_compilation"]
+DEEPSEEK = DeepseekV3Config(
+    vocab_size=29,
+    hidden_size=12,
+    num_layers=2,
+    num_heads=4,
+    q_lora_rank=9,
+    kv_lora_rank=7,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=2,
+    v_head_dim=5,
+    intermediate_size=14,
+    moe_intermediate_size=10,
+    num_experts=8,
+    experts_per_token=3,
+    shared_experts=1,
+    groups=4,
+    groups_per_token=3,
+    norm_topk_prob=True,
+    routed_scaling_factor=1.5,
+    first_sparse_layer=1,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(1e3, "yarn", 4.0, 16, mscale=1.0, mscale_all_dim=1.0),
+    max_positions=96,
+    storage="plain",
+)
+PACKED = pack_documents([((3 + np.arange(11) * step) % 29).tolist() for step in range(1, 9)], 24)
+CHOSEN_WITH = "moe.router.bias"  # DeepSeek's, which the choice of experts depends on, but no derivative
+
+
+def build(registry, config):
+    return tiny.randomised(lambda: registry[config.family](config, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0)), 6)
+
+
+def learn(learner: Trainer, batch) -> None:
+    """The loss falls, and all parameters that the model owns move."""
+    before = {path: np.asarray(v.get_value()) for path, v in parameters(learner.model).items()}
+    losses = [float(learner.step(batch)) for _ in range(4)]
+    assert losses[-1] < losses[0] - 0.1
+    after = {path: np.asarray(v.get_value()) for path, v in parameters(learner.model).items()}
+    still = {path for path in before if np.array_equal(before[path], after[path])}
+    borrowed = borrowed_parameters(learner.model.config)
+    assert still == {path for path in before if path.endswith(CHOSEN_WITH) or path in borrowed}
+
+
+@pytest.mark.parametrize("config", [tiny.TARGET, DEEPSEEK], ids=lambda config: config.family)
+def test_targets_learn(config: ModelConfig) -> None:
+    """Both layouts of experts, dense layers, shared experts, latent attention."""
+    model = prepare(build(TARGETS, config), quantised=False)
+    learn(Trainer(model, optimiser(steps=9, muon_rate=0.02, adam_rate=1e-2), training_loss), PACKED)
+
+
+def test_a_drafter_with_experts_learns() -> None:
+    """DeepSeek's MTP module, which borrows the target's embedding and head, from the state behind its final norm."""
+    drafter = prepare(build(DRAFTERS, MtpConfig(DEEPSEEK)), quantised=False)
+    target = build(TARGETS, DEEPSEEK)
+    batch = jax.jit(lambda packed: lessons(target, packed, drafter.boundaries))(PACKED)
+    learn(Trainer(drafter, optimiser(steps=9, muon_rate=0.02, adam_rate=1e-2), drafter_loss), batch)
