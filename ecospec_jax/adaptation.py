@@ -15,7 +15,9 @@ from ecospec_jax.cost import CostModel
 
 MEMORY = 256.0  # steps that the overall rate looks back
 DRAFT_MEMORY = 64.0  # steps that drafting is judged by: shorter, so that it ends soon where it stops paying
-TRIAL = 16  # steps drafted before drafting is judged
+TRIAL = 16  # steps drafted before drafting is judged by its mean alone
+HOPE = 2.0  # standard errors of the mean that drafting is forgiven while it is on trial
+FIRST_WAIT = 16  # plain steps before the first probe; each probe in vain doubles them
 _PRIOR_STEPS = 4.0  # plain steps that the warm start counts for
 
 
@@ -50,6 +52,7 @@ class Adaptation:
         undrafted: the same steps, had they been plain: one token a sequence at the cost of the roots alone.
         trials: steps that drafted, up to `TRIAL`.
         idle: steps since the last that drafted.
+        wait: plain steps before the next probe.
     """
 
     calibration: Calibration
@@ -58,6 +61,7 @@ class Adaptation:
     undrafted: Ledger
     trials: Int[Array, ""]
     idle: Int[Array, ""]
+    wait: Int[Array, ""]
 
     @staticmethod
     def fresh(cost: CostModel, routing: RoutingShape, batch: int, calibration: Calibration) -> "Adaptation":
@@ -66,16 +70,26 @@ class Adaptation:
         plain = cost.step(routing.experts * (1 - absent), rows=batch)
         nothing = Ledger(jnp.zeros(()), jnp.zeros(()))
         overall = Ledger(jnp.float32(_PRIOR_STEPS * batch), jnp.float32(_PRIOR_STEPS * plain))
-        return Adaptation(calibration, overall, nothing, nothing, jnp.int32(0), jnp.int32(0))
+        return Adaptation(calibration, overall, nothing, nothing, jnp.int32(0), jnp.int32(0), jnp.int32(FIRST_WAIT))
+
+    @property
+    def pays(self) -> Bool[Array, ""]:
+        """Whether the steps that drafted made more tokens per cost than they would have made plainly."""
+        return self.drafted.rate >= self.undrafted.rate
 
     def drafts(self, spec: SpecConfig) -> Bool[Array, ""]:
-        """Whether to draft: while it is on trial, while it pays, and now and then to see whether it does again."""
-        pays = self.drafted.rate >= self.undrafted.rate
-        return (self.trials < TRIAL) | pays | (self.idle >= spec.probe_every)
+        """Whether to draft: while its trial leaves hope, while it pays, and now and then to see whether it does again.
+
+        The tokens that a sequence gains in a step scatter by about 1 around their mean.
+        """
+        sequences = self.undrafted.tokens
+        hopeful = self.drafted.tokens + HOPE * jnp.sqrt(sequences) >= self.undrafted.rate * self.drafted.cost
+        return ((self.trials < TRIAL) & hopeful) | self.pays | (self.idle >= jnp.minimum(self.wait, spec.probe_every))
 
     def observe(
         self,
         cost: CostModel,
+        spec: SpecConfig,
         *,
         drafted: Bool[Array, ""],
         emitted: Int[Array, ""],
@@ -88,17 +102,25 @@ class Adaptation:
 
         Args:
             cost: the cost model.
+            spec: says how long probes may be apart.
             drafted: whether the step drafted.
             emitted: tokens of all sequences.
             sequences: sequences that took part; a step without any changes nothing.
             pairs: distinct (layer, expert) pairs that the verification touched.
-            rows: live rows of the verification.
+            rows: rows that the verification processed.
             root_pairs: distinct pairs of the roots alone.
         """
         verification = cost.fixed + cost.per_expert * pairs + cost.per_row * rows
         spent = verification + jnp.where(drafted, cost.draft + cost.predict, 0.0)
         plain = cost.fixed + cost.per_expert * root_pairs + cost.per_row * sequences
-        after = replace(self, overall=self.overall.add(emitted, spent), idle=self.idle + 1)
+        nothing = jnp.zeros(())
+        after = replace(
+            self,
+            overall=self.overall.add(emitted, spent),
+            drafted=self.drafted.add(nothing, nothing, DRAFT_MEMORY),  # what drafting gave long ago says less
+            undrafted=self.undrafted.add(nothing, nothing, DRAFT_MEMORY),
+            idle=self.idle + 1,
+        )
         if_drafted = replace(
             after,
             drafted=self.drafted.add(emitted, spent, DRAFT_MEMORY),
@@ -106,5 +128,7 @@ class Adaptation:
             trials=jnp.minimum(self.trials + 1, TRIAL),
             idle=jnp.int32(0),
         )
+        longer = jnp.where(self.idle > 0, jnp.minimum(2 * self.wait, spec.probe_every), self.wait)
+        if_drafted = replace(if_drafted, wait=jnp.where(if_drafted.pays, FIRST_WAIT, longer))
         chosen = jax.tree.map(lambda yes, no: jnp.where(drafted, yes, no), if_drafted, after)
         return jax.tree.map(lambda new, old: jnp.where(sequences > 0, new, old), chosen, self)

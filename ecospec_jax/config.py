@@ -464,7 +464,7 @@ class SpecConfig:
         buffer: experts that count as paid for before any node is chosen: none, those predicted for the root, or the
             true ones of the previous verification.
         shared_buffer: one expert buffer for the whole batch instead of one a sequence.
-        probe_every: methods that decide whether to draft try again after so many plain steps.
+        probe_every: most plain steps after which methods that decide whether to draft try again.
         row_counts: methods that decide how many rows to verify compile these counts, and `rows`, which need not be
             named; each step takes the least that holds its rows.
     """
@@ -475,7 +475,7 @@ class SpecConfig:
     eps: float = 1.0
     buffer: Literal["empty", "root", "previous"] = "previous"
     shared_buffer: bool = False
-    probe_every: int = 32
+    probe_every: int = 128
     row_counts: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
@@ -499,6 +499,11 @@ class SpecConfig:
     def rows(self) -> int:
         """Rows of one verification: the root and `budget` nodes."""
         return 1 + self.budget
+
+    @property
+    def compiled_rows(self) -> tuple[int, ...]:
+        """Counts of rows that methods which decide on them can process, `rows` the last."""
+        return (*sorted({count for count in self.row_counts if count < self.rows}), self.rows)
 
     @property
     def max_emitted(self) -> int:

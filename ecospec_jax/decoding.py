@@ -32,6 +32,7 @@ from ecospec_jax.tree import CandidateTree, Selection, VerifyTree, empty_tree, e
 from ecospec_jax.verification import accept_path, draw_tokens
 
 Carry = TypeVar("Carry")
+CATCH_UP = 32  # entries that wait, as many as drafter and predictor process at once after plain steps
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,10 @@ class StepPlan:
     @property
     def pending_slots(self) -> int:
         """Room for the committed entries that wait for the drafter: each step appends `max_emitted`, meant or not."""
-        plain = self.spec.probe_every if self.adaptive else 0  # steps since the last that drafted
-        return self.spec.max_emitted * (2 if plain else 1) + max(plain - 1, 0)
+        if not self.adaptive:
+            return self.spec.max_emitted
+        plain = self.spec.probe_every  # steps since the last that drafted
+        return -(-(2 * self.spec.max_emitted + plain - 1) // CATCH_UP) * CATCH_UP
 
     def scratch_slots(self) -> int:
         """Cache slots that a step may write behind the committed tokens."""
@@ -261,36 +264,53 @@ def zeros_like_result(function: Callable[..., Carry], *arguments: object) -> Car
 def draft(plan: StepPlan, weights: Weights, state: DecodeState) -> tuple[CandidateTree, DecodeState]:
     """Catches the drafter up on the pending entries, then expands the candidate tree."""
     drafter = _drafter(plan, weights)
-    batch, slots = state.pending_tokens_BP.shape
     if drafter is None:
-        return empty_tree(batch), state
+        return empty_tree(len(state.length_B)), state
     assert state.draft_cache is not None
-    context_B, going_B = state.length_B - state.pending_count_B, ~state.finished_B
 
-    def catch_up(entries: int, cache: KVCache) -> tuple[Array, KVCache]:
-        rows = Rows(
-            tokens_BR=state.pending_tokens_BP[:, :entries],
-            positions_BR=context_B[:, None] + jnp.arange(entries),
-            live_BR=going_B[:, None] & (jnp.arange(entries) < state.pending_count_B[:, None]),
-            context_B=context_B,
-            mask_BRW=_causal(batch, entries),
-        )
-        states_BPH, cache = drafter.catch_up(rows, state.pending_features_BPF[:, :entries], cache)
-        last_B11 = (state.pending_count_B - 1)[:, None, None]
-        return jnp.take_along_axis(states_BPH, last_B11, axis=1)[:, 0], cache
+    def catch_up(entries: int, turn: Array | int, carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
+        root_state_BH, cache = carry
+        features_BRF = lax.dynamic_slice_in_dim(state.pending_features_BPF, turn * entries, entries, axis=1)
+        states_BRH, cache = drafter.catch_up(_waiting(state, entries, turn), features_BRF, cache)
+        last_B1 = (state.pending_count_B - 1 - turn * entries)[:, None]
+        last_BH = jnp.take_along_axis(states_BRH, jnp.clip(last_B1, 0, entries - 1)[:, :, None], axis=1)[:, 0]
+        return jnp.where(last_B1 >= 0, last_BH, root_state_BH), cache
 
-    longest = plan.spec.max_emitted
-    if slots == longest:
-        root_state_BH, draft_cache = catch_up(longest, state.draft_cache)
+    few = plan.spec.max_emitted
+    one = (_waiting(state, 1, 0), state.pending_features_BPF[:, :1], state.draft_cache)
+    caught_up = (zeros_like_result(drafter.catch_up, *one)[0][:, 0], state.draft_cache)
+    if not plan.adaptive:
+        caught_up = catch_up(few, 0, caught_up)
     else:  # after plain steps more may wait than one step can emit
-        many = jnp.any(state.pending_count_B > longest)
-        caught_up = (zeros_like_result(partial(catch_up, longest), state.draft_cache)[0], state.draft_cache)
-        for entries, condition in ((longest, ~many), (slots, many)):
-            caught_up = once_if(condition, lambda carry, entries=entries: catch_up(entries, carry[1]), caught_up)
-        root_state_BH, draft_cache = caught_up
-    tree, draft_cache = expand_tree(drafter, draft_cache, root_state_BH, state.length_B, going_B, plan.spec)
+        most = _most_waiting(state)
+        turns = jnp.where(most > few, -(-most // CATCH_UP), 0)
+        caught_up = once_if(turns == 0, partial(catch_up, few, 0), caught_up)
+        caught_up = lax.fori_loop(0, turns, partial(catch_up, CATCH_UP), caught_up)
+    root_state_BH, draft_cache = caught_up
+    tree, draft_cache = expand_tree(drafter, draft_cache, root_state_BH, state.length_B, ~state.finished_B, plan.spec)
     pending_count_B = jnp.where(state.finished_B, state.pending_count_B, 0)
     return tree, replace(state, draft_cache=draft_cache, pending_count_B=pending_count_B)
+
+
+def _waiting(state: DecodeState, entries: int, turn: Array | int, *, ahead: int = 0) -> Rows:
+    """Block `turn` of the committed tokens that wait, `entries` at once.
+
+    Each has the position of the features that it is paired with, the one before it; with `ahead` 1 it has its own, and
+    the last of them, the root, is left out.
+    """
+    first, place_R = turn * entries, jnp.arange(entries)
+    context_B = state.length_B - state.pending_count_B + ahead + first
+    return Rows(
+        tokens_BR=lax.dynamic_slice_in_dim(state.pending_tokens_BP, first, entries, axis=1),
+        positions_BR=context_B[:, None] + place_R,
+        live_BR=(first + place_R < (state.pending_count_B - ahead)[:, None]) & ~state.finished_B[:, None],
+        context_B=context_B,
+        mask_BRW=_causal(len(context_B), entries),
+    )
+
+
+def _most_waiting(state: DecodeState) -> Int[Array, ""]:
+    return jnp.max(jnp.where(state.finished_B, 0, state.pending_count_B))
 
 
 def remind(plan: StepPlan, weights: Weights, state: DecodeState) -> DecodeState:
@@ -298,19 +318,15 @@ def remind(plan: StepPlan, weights: Weights, state: DecodeState) -> DecodeState:
     predictor = _predictor(plan, weights)
     if predictor is None or state.predictor_cache is None or state.adaptation is None or not plan.adaptive:
         return state
-    batch, slots = state.pending_tokens_BP.shape
-    first_B = state.length_B - state.pending_count_B + 1
-    rows = Rows(
-        tokens_BR=state.pending_tokens_BP,
-        positions_BR=first_B[:, None] + jnp.arange(slots),
-        live_BR=jnp.arange(slots) < state.pending_count_B[:, None] - 1,  # the last is the root
-        context_B=first_B,
-        mask_BRW=_causal(batch, slots),
-    )
     evidence = _evidence(plan, weights, state)
-    caught_up = once_if(
-        state.adaptation.idle > 0, lambda cache: predictor(rows, cache, evidence)[1], state.predictor_cache
-    )
+
+    def catch_up(turn: Array, cache: KVCache) -> KVCache:
+        _, cache_after = predictor(_waiting(state, CATCH_UP, turn, ahead=1), cache, evidence)
+        assert cache_after is not None
+        return cache_after
+
+    turns = jnp.where(state.adaptation.idle > 0, -(-_most_waiting(state) // CATCH_UP), 0)
+    caught_up = lax.fori_loop(0, turns, catch_up, state.predictor_cache)
     return replace(state, predictor_cache=caught_up)
 
 
@@ -385,8 +401,9 @@ def commit(plan: StepPlan, state: DecodeState, verified: Verified, forecast: Exp
     going_B = ~state.finished_B
     waiting_B = jnp.zeros_like(state.pending_count_B) if plan.drafter is None else state.pending_count_B
 
-    def append(old_P: Array, new_P: Array, start: Array) -> Array:
-        return lax.dynamic_update_slice_in_dim(old_P, new_P.astype(old_P.dtype), start, 0)
+    def append(old_P: Array, new_P: Array, start: Array, going: Array) -> Array:
+        kept_P = lax.dynamic_slice_in_dim(old_P, start, longest)
+        return lax.dynamic_update_slice_in_dim(old_P, jnp.where(going, new_P.astype(old_P.dtype), kept_P), start, 0)
 
     last_row_B = jnp.take_along_axis(path.rows_BP, jnp.maximum(count_B - 1, 0)[:, None], axis=1)
     last_BLW = jnp.take_along_axis(verified.experts_BRLW, last_row_B[:, :, None, None], axis=1)[:, 0]
@@ -401,16 +418,8 @@ def commit(plan: StepPlan, state: DecodeState, verified: Verified, forecast: Exp
         finished_B=state.finished_B | has_eos_B | (length_B + 1 >= state.limit_B),
         target_cache=commit_path(state.target_cache, state.length_B, path.rows_BP),
         predictor_cache=predictor_cache,
-        pending_tokens_BP=jnp.where(
-            going_B[:, None],
-            jax.vmap(append)(state.pending_tokens_BP, path.tokens_BP, waiting_B),
-            state.pending_tokens_BP,
-        ),
-        pending_features_BPF=jnp.where(
-            going_B[:, None, None],
-            jax.vmap(append)(state.pending_features_BPF, features_BPF, waiting_B),
-            state.pending_features_BPF,
-        ),
+        pending_tokens_BP=jax.vmap(append)(state.pending_tokens_BP, path.tokens_BP, waiting_B, going_B),
+        pending_features_BPF=jax.vmap(append)(state.pending_features_BPF, features_BPF, waiting_B, going_B),
         pending_count_B=jnp.where(going_B, waiting_B + count_B, state.pending_count_B),
         last_BLW=jnp.where(going_B[:, None, None], last_BLW, state.last_BLW),
         previous_BLW=expert_bits.union(verified.experts_BRLW, axis=1),

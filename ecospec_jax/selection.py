@@ -93,17 +93,28 @@ def cost_aware(
     """
     if forecast is None:
         raise ValueError("cost-aware selection needs an expert predictor")
-    path_BNLW = path_sets(tree, forecast)
-    if spec.shared_buffer:
-        shared_LW = expert_bits.union(forecast.buffer_BLW, axis=0)
-        chosen_BN = _greedy(tree.parents_BN, tree.log_probs_BN, path_BNLW, shared_LW, spec)
-    else:
-
-        def alone(parents_N: Array, log_probs_N: Array, path_NLW: Array, buffer_LW: Array) -> Array:
-            return _greedy(parents_N[None], log_probs_N[None], path_NLW[None], buffer_LW, spec)[0]
-
-        chosen_BN = jax.vmap(alone)(tree.parents_BN, tree.log_probs_BN, path_BNLW, forecast.buffer_BLW)
+    chosen_BN = cost_aware_nodes(tree, forecast, spec.budget, spec.eps, shared_buffer=spec.shared_buffer)
     return selection_of(chosen_BN, spec.budget)
+
+
+def cost_aware_nodes(
+    tree: CandidateTree,
+    forecast: ExpertForecast,
+    budget: int | Int[Array, ""],
+    eps: float | Float[Array, ""],
+    *,
+    shared_buffer: bool,
+) -> Bool[Array, "batch nodes"]:
+    """The nodes that `cost_aware` chooses; budget and eps may be traced."""
+    path_BNLW = path_sets(tree, forecast)
+    if shared_buffer:
+        shared_LW = expert_bits.union(forecast.buffer_BLW, axis=0)
+        return _greedy(tree.parents_BN, tree.log_probs_BN, path_BNLW, shared_LW, budget, eps)
+
+    def alone(parents_N: Array, log_probs_N: Array, path_NLW: Array, buffer_LW: Array) -> Array:
+        return _greedy(parents_N[None], log_probs_N[None], path_NLW[None], buffer_LW, budget, eps)[0]
+
+    return jax.vmap(alone)(tree.parents_BN, tree.log_probs_BN, path_BNLW, forecast.buffer_BLW)
 
 
 def _greedy(
@@ -111,17 +122,18 @@ def _greedy(
     log_probs_BN: Float[Array, "batch nodes"],
     path_BNLW: UInt32[Array, "batch nodes layers words"],
     buffer_LW: UInt32[Array, "layers words"],
-    spec: SpecConfig,
+    budget: int | Int[Array, ""],
+    eps: float | Float[Array, ""],
 ) -> Bool[Array, "batch nodes"]:
     """Chooses one node a round for sequences that share one buffer, at most `budget` for each of them."""
     batch, nodes = parents_BN.shape
     probability_BN = jnp.exp(log_probs_BN)
-    eps = max(spec.eps, float(jnp.finfo(jnp.float32).tiny))  # a smaller one would be 0 in float32
+    eps = jnp.maximum(eps, jnp.finfo(jnp.float32).tiny)  # a smaller one would be 0 in float32
 
     def pick(_: int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         chosen_BN, buffer_LW = carry
         behind_BN = (parents_BN == ROOT) | jnp.take_along_axis(chosen_BN, jnp.maximum(parents_BN, 0), axis=1)
-        open_BN = behind_BN & ~chosen_BN & (jnp.sum(chosen_BN, axis=1, keepdims=True) < spec.budget)
+        open_BN = behind_BN & ~chosen_BN & (jnp.sum(chosen_BN, axis=1, keepdims=True) < budget)
         score_BN = probability_BN / (new_experts(path_BNLW, buffer_LW) + eps)
         best = jnp.argmax(jnp.where(open_BN, score_BN, -1.0))
         picked_BN = (jnp.arange(batch * nodes) == best).reshape(batch, nodes) & open_BN
@@ -129,7 +141,7 @@ def _greedy(
         return chosen_BN | picked_BN, buffer_LW | added_LW
 
     nothing_BN = jnp.zeros((batch, nodes), bool)
-    return lax.fori_loop(0, spec.budget * batch, pick, (nothing_BN, buffer_LW))[0]
+    return lax.fori_loop(0, budget * batch, pick, (nothing_BN, buffer_LW))[0]
 
 
 def selection_of(chosen_BN: Bool[Array, "batch nodes"], budget: int) -> Selection:

@@ -4,10 +4,10 @@ from dataclasses import replace
 from functools import partial
 
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Int
 
 from ecospec_jax import expert_bits
-from ecospec_jax.calibration import edge_features, learn, outcomes
+from ecospec_jax.calibration import Calibration, edge_features, learn, outcomes
 from ecospec_jax.decoding import (
     DecodeState,
     StepPlan,
@@ -42,23 +42,33 @@ def adapt(
     live_BR = verified.tree.rows.live_BR
     if plan.calibrated:
         path = accept_path(verified.tree, verified.drawn_BR, plan.spec.max_emitted)
-        seen = outcomes(tree, path, verified.tree.pool_rows_BR, live_BR[:, 0] & drafted)
-        learned = learn(adaptation.calibration, edge_features(tree), seen)
-        adaptation = replace(adaptation, calibration=learned)
+
+        def learned(before: Calibration) -> Calibration:
+            seen = outcomes(tree, path, verified.tree.pool_rows_BR, live_BR[:, 0])
+            return learn(before, edge_features(tree), seen)
+
+        adaptation = replace(adaptation, calibration=once_if(drafted, learned, adaptation.calibration))
     roots_BLW = jnp.where(live_BR[:, 0, None, None], verified.experts_BRLW[:, 0], jnp.uint32(0))
     return replace(
         after,
         adaptation=adaptation.observe(
             cost,
+            plan.spec,
             drafted=drafted,
             emitted=jnp.sum(after.length_B - before.length_B),
             sequences=jnp.sum(live_BR[:, 0]),
             # What the commit has counted already.
             pairs=jnp.sum(after.counters.use.distinct_L - before.counters.use.distinct_L),
-            rows=after.counters.live_rows - before.counters.live_rows,
+            rows=jnp.sum(live_BR[:, 0]) * processed_rows(plan, live_BR),
             root_pairs=jnp.sum(expert_bits.count(expert_bits.union(roots_BLW, axis=0))),
         ),
     )
+
+
+def processed_rows(plan: StepPlan, live_BR: Bool[Array, "batch rows"]) -> Int[Array, ""]:
+    """Rows of each sequence, dead ones included: they cost time as well."""
+    counts = jnp.array(plan.spec.compiled_rows if plan.adaptive else (plan.spec.rows,))
+    return counts[jnp.searchsorted(counts, jnp.max(jnp.sum(live_BR, axis=1)))]
 
 
 def adaptive_step(plan: StepPlan, weights: Weights, state: DecodeState) -> DecodeState:
@@ -75,7 +85,7 @@ def adaptive_step(plan: StepPlan, weights: Weights, state: DecodeState) -> Decod
         verified, state = verify(plan, weights, state, tree, fewer)
         return _with_rows(verified, plan.spec.rows), state
 
-    counts = sorted({count for count in plan.spec.row_counts if count < plan.spec.rows} | {plan.spec.rows})
+    counts = plan.spec.compiled_rows
     least = jnp.searchsorted(jnp.array(counts), 1 + jnp.max(jnp.where(state.finished_B, 0, selection.count_B)))
     checked = (zeros_like_result(partial(verify_rows, plan.spec.rows), chosen)[0], chosen)
     for index, count in enumerate(counts):

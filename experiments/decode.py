@@ -58,7 +58,7 @@ class Settings:
     """Use only the first prompts of the file."""
     methods: str | None = None
     """Methods to compare, separated by commas; the first is the baseline of the speedup. Default: ar,likelihood, and
-    with a predictor ecospec,oracle."""
+    with a predictor ecospec,rate,oracle."""
     temperature: float = 0.0
     """0 is greedy."""
     top_p: float = 1.0
@@ -111,7 +111,7 @@ class Settings:
 
     @property
     def method_names(self) -> list[str]:
-        informed = ",ecospec,oracle" if self.predictor is not None else ""
+        informed = ",ecospec,rate,oracle" if self.predictor is not None else ""
         methods = f"ar,likelihood{informed}" if self.methods is None else self.methods
         names = [name.strip() for name in methods.split(",") if name.strip()]
         if not names:

@@ -64,6 +64,8 @@ class Settings:
     """Verifications measured for each prompt and size."""
     repeats: int = 5
     """Times each verification is measured."""
+    batch_size: int = 1
+    """Prompts decoded together: what drafting costs depends on it."""
     out: Path = Path("results/cost.json")
     """File to write."""
 
@@ -115,14 +117,14 @@ class StageTimer:
         if self._predicts:
             predicting, forecast, state = self._timed(self._predict, state, tree)
         seconds, verified, state = self._timed(self._verify, state, tree, self._select(tree))
-        live_R = np.asarray(verified.tree.rows.live_BR[0])
-        pairs = int(np.bitwise_count(np.bitwise_or.reduce(np.asarray(verified.experts_BRLW)[0, live_R])).sum())
-        sample = Sample(seconds, pairs, int(live_R.sum()), drafting, predicting)
+        live_BR = np.asarray(verified.tree.rows.live_BR)
+        pairs = int(np.bitwise_count(np.bitwise_or.reduce(np.asarray(verified.experts_BRLW)[live_BR])).sum())
+        sample = Sample(seconds, pairs, int(live_BR.sum()), drafting, predicting)
         return sample, self._commit(state, verified, forecast)
 
 
 def measure(decoder: Decoder, settings: Settings, prompts: list[list[int]]) -> Iterator[Sample]:
-    """Every prompt with every size of tree."""
+    """Every batch of prompts with every size of tree."""
     predictor = settings.predictor_name if settings.predictor is not None else None
     longest = max(len(ids) for ids in prompts)
     for budget in settings.budgets:
@@ -133,9 +135,10 @@ def measure(decoder: Decoder, settings: Settings, prompts: list[list[int]]) -> I
         new_tokens = settings.steps * spec.max_emitted + 2
         capacity = bucket(longest + new_tokens + program.plan.scratch_slots())
         timer = StageTimer(program.plan, weights, settings.repeats)
-        for ids in prompts:
-            batch = Batch(program, weights, [ids], [(0, 0)], max_new_tokens=new_tokens, capacity=capacity, batch_size=1)
-            state = batch.state
+        for first in range(0, len(prompts), settings.batch_size):
+            part = prompts[first : first + settings.batch_size]
+            sizes = {"max_new_tokens": new_tokens, "capacity": capacity, "batch_size": settings.batch_size}
+            state = Batch(program, weights, part, [(0, index) for index in range(len(part))], **sizes).state
             for _ in range(settings.steps):
                 sample, state = timer.step(state)
                 yield sample
@@ -173,7 +176,7 @@ def encode(decoder: Decoder, settings: Settings) -> list[list[int]]:
 
 
 def run(settings: Settings) -> None:
-    require_positive(settings, "limit", "steps", "repeats")
+    require_positive(settings, "limit", "steps", "repeats", "batch_size")
     if len(set(settings.budgets)) < 2:
         raise UserError("--budgets needs at least two sizes to tell what a row and an expert cost")
     for budget in settings.budgets:
@@ -190,7 +193,7 @@ def run(settings: Settings) -> None:
         )
     )
     prompts = encode(decoder, settings)
-    total = len(settings.budgets) * len(prompts) * settings.steps
+    total = len(settings.budgets) * -(-len(prompts) // settings.batch_size) * settings.steps
     samples = list(track(measure(decoder, settings, prompts), total=total, description="verifications"))
     cost, r_squared = fit(samples, len(decoder.target.config.moe_layers))
     write_cost(settings.out, cost)

@@ -24,11 +24,12 @@ from ecospec_jax.cost import CostModel
 from ecospec_jax.errors import reported_as_user_error, run_command
 from experiments.environment import environment
 from experiments.intervals import Interval, difference_interval, ratio_interval
+from experiments.options import require_positive
 from experiments.plots import plt, save_figure
 from experiments.recording import Recording, read_recordings
 from experiments.replay_contenders import Contender, contenders
 from experiments.replay_costs import OWN, Draft, cost_model
-from experiments.replay_walk import Steps, make_plan, make_tape, walk
+from experiments.replay_walk import NOBODY, Steps, make_plan, make_tape, padded, walk
 from experiments.tables import markdown_table, write_text
 
 PAPER_BUDGET, PAPER_FAMILIES = SpecConfig.budget, ("likelihood", "ecospec")
@@ -52,6 +53,8 @@ class Settings:
     """Experts that cost-aware selection takes as paid for: empty, root or previous."""
     baseline: str = "likelihood"
     """Family that the others are compared with, pair by pair."""
+    batch_size: int = 1
+    """Prompts that step together and share their experts."""
     out: Path = Path("results/replay")
     """Folder for replay.jsonl, replay.md and replay.png."""
 
@@ -61,9 +64,10 @@ class Outcome:
     """Held-out figures of one contender under one cost model.
 
     Attributes:
-        costs: of each prompt, held-out ones.
+        costs: of each held-out batch.
         train_speed, speed: over plain decoding.
-        nodes, u, tau: nodes beside the root, distinct experts per layer, tokens; per verification.
+        nodes, tau: nodes beside the root and tokens, per verification of a sequence.
+        u: distinct experts per layer and step.
         drafted: share of steps that drafted.
     """
 
@@ -93,15 +97,15 @@ class Outcome:
 
 
 class Replay:
-    """A recording in the order it is replayed in: training prompts first."""
+    """A recording in the order it is replayed in: batches of training prompts first."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: Recording, batch: int = 1) -> None:
         """There must be a prompt for each half."""
         prompts = len(recording.header.prompts)
         if prompts < 2:
             raise UserError("a replay needs at least 2 prompts: one to choose settings on, one to judge them on")
-        self.recording, self.order = recording, np.concatenate([np.arange(0, prompts, 2), np.arange(1, prompts, 2)])
-        self.train = (prompts + 1) // 2
+        halves = [batches(np.arange(first, prompts, 2), batch) for first in (0, 1)]
+        self.recording, self.order_GB, self.train = recording, np.concatenate(halves), len(halves[0])
         self._tapes: dict[str | None, Any] = {}
         self._steps: dict[Any, Steps] = {}
 
@@ -113,38 +117,52 @@ class Replay:
         key = (contender, cost)
         if key not in self._steps:
             if contender.bits not in self._tapes:
-                self._tapes[contender.bits] = make_tape(self.recording, contender.bits, self.order)
+                self._tapes[contender.bits] = make_tape(self.recording, contender.bits, self.order_GB)
             plan = make_plan(self.recording, method, contender.spec, cost)
-            walked, _ = walk(self.recording, plan, self._tapes[contender.bits], clairvoyant=contender.clairvoyant)
+            walked, _ = walk(
+                self.recording,
+                plan,
+                self._tapes[contender.bits],
+                tunable=contender.tunable,
+                knobs=contender.knobs,
+                clairvoyant=contender.clairvoyant,
+            )
             self._steps[key] = jax.device_get(walked)
         return self._steps[key]
 
     def plain_costs(self, cost: CostModel) -> np.ndarray:
-        """Cost of each prompt when decoded plainly."""
-        pairs_X = np.bitwise_count(self.recording.experts[:, 0]).sum(axis=(1, 2), dtype=np.float64)
-        each_X = cost.fixed + cost.per_row + cost.per_expert * pairs_X
-        starts = self.recording.starts
-        return np.array([each_X[starts[prompt] : starts[prompt + 1]].sum() for prompt in self.order])
+        """Cost of each batch when decoded plainly."""
+        counts_GB = np.where(self.order_GB == NOBODY, 0, np.diff(self.recording.starts)[self.order_GB])
+        roots_GBTLW = padded(self.recording, self.recording.experts[:, 0], self.order_GB, int(counts_GB.max()))
+        pairs_GT = np.bitwise_count(np.bitwise_or.reduce(roots_GBTLW, axis=1)).sum(axis=(2, 3), dtype=np.float64)
+        rows_GT = (np.arange(roots_GBTLW.shape[2]) < counts_GB[..., None]).sum(axis=1)
+        return ((cost.fixed + cost.per_expert * pairs_GT + cost.per_row * rows_GT) * (rows_GT > 0)).sum(axis=1)
 
     def outcome(self, contender: Contender, cost: CostModel) -> Outcome:
         """Replays, and makes the figures of the held-out half."""
         steps, held = self.steps(contender, cost), slice(self.train, None)
-        happened = steps.emitted_QT > 0
-        nodes_QT = steps.chosen_QTN.sum(axis=-1)
-        spent_QT = cost.fixed + cost.per_expert * steps.pairs_QT.astype(np.float64) + cost.per_row * (1 + nodes_QT)
-        spent_QT = np.where(happened, spent_QT + steps.drafted_QT * (cost.draft + cost.predict), 0.0)
-        costs, plain = spent_QT.sum(axis=1), self.plain_costs(cost)
-        passes = max(int(happened[held].sum()), 1)
+        live_GTB = steps.emitted_GTB > 0
+        nodes_GT, sequences_GT = steps.chosen_GTBN.sum(axis=(2, 3)), live_GTB.sum(axis=2)
+        spent_GT = cost.fixed + cost.per_expert * steps.pairs_GT.astype(np.float64)
+        spent_GT += cost.per_row * (sequences_GT + nodes_GT) + steps.drafted_GT * (cost.draft + cost.predict)
+        costs, plain = np.where(sequences_GT > 0, spent_GT, 0.0).sum(axis=1), self.plain_costs(cost)
+        passes, sequences = int((sequences_GT > 0)[held].sum()), int(sequences_GT[held].sum())
         return Outcome(
             contender=contender,
             costs=costs[held],
             train_speed=float(plain[: self.train].sum() / max(costs[: self.train].sum(), 1e-30)),
             speed=ratio_interval(plain[held], costs[held]),
-            nodes=float(nodes_QT[held].sum() / passes),
-            u=float(steps.pairs_QT[held].sum() / passes / cost.moe_layers),
-            tau=float(steps.emitted_QT[held].sum() / passes),
-            drafted=float((steps.drafted_QT & happened)[held].sum() / passes),
+            nodes=float(nodes_GT[held].sum() / max(sequences, 1)),
+            u=float(steps.pairs_GT[held].sum() / max(passes, 1) / cost.moe_layers),
+            tau=float(steps.emitted_GTB[held].sum() / max(sequences, 1)),
+            drafted=float((steps.drafted_GT & (sequences_GT > 0))[held].sum() / max(passes, 1)),
         )
+
+
+def batches(prompts_Q: np.ndarray, batch: int) -> np.ndarray:
+    """`[G, batch]`; the last batch may have places without a prompt."""
+    missing = -len(prompts_Q) % batch
+    return np.concatenate([prompts_Q, np.full(missing, NOBODY)]).reshape(-1, batch)
 
 
 def best_of(outcomes: Sequence[Outcome]) -> dict[str, Outcome]:
@@ -152,7 +170,7 @@ def best_of(outcomes: Sequence[Outcome]) -> dict[str, Outcome]:
     groups: dict[str, list[Outcome]] = {}
     for family in dict.fromkeys(one.contender.family for one in outcomes):
         groups[family] = [one for one in outcomes if one.contender.family == family]
-        at_paper_budget = [one for one in groups[family] if one.contender.spec.budget == PAPER_BUDGET]
+        at_paper_budget = [one for one in groups[family] if one.contender.knobs.budget == PAPER_BUDGET]
         if family in PAPER_FAMILIES and at_paper_budget:
             groups[f"{family}, budget {PAPER_BUDGET}"] = at_paper_budget
     return {name: max(group, key=lambda one: one.train_speed) for name, group in groups.items()}
@@ -166,7 +184,7 @@ HEADER = ("selection", "bits", "best setting", "drafted", "nodes", "U", "tau", "
 
 
 def table_cells(best: dict[str, Outcome], plain: np.ndarray, baseline: str) -> list[list[str]]:
-    """One line a family; differences are paired by prompt."""
+    """One line a family; differences are paired by batch."""
     cells = []
     for name, one in best.items():
         less = "" if name == baseline else _cell(difference_interval(plain, one.costs, best[baseline].costs), "+")
@@ -214,11 +232,12 @@ def line_up(settings: Settings, recording: Recording) -> list[Contender]:
 
 def run(settings: Settings) -> None:
     console = Console()
+    require_positive(settings, "batch_size")
     recording = read_recordings(settings.recording)
     found = line_up(settings, recording)
     for target in settings.costs:  # refuses what is unknown before anything is written
         cost_model(recording.header, target, None, settings.draft)
-    replay = Replay(recording)
+    replay = Replay(recording, settings.batch_size)
     with reported_as_user_error(f"{settings.out}: cannot be written", OSError):
         settings.out.mkdir(parents=True, exist_ok=True)
     best: dict[str, dict[str, Outcome]] = {}
@@ -237,15 +256,15 @@ def run(settings: Settings) -> None:
             cells = table_cells(best[target], plain, settings.baseline)
             parts.append(f"## Costs of {target}, drafting {settings.draft}\n\n{markdown_table(HEADER, cells)}")
             show(console, target, cells)
-    held = len(recording.header.prompts) - replay.train
+    prompts = len(recording.header.prompts)
     about = {
         "recording": replace(recording.header, prompts=()),
-        "prompts": f"{replay.train} for training, {held} held out, {len(recording.roots)} positions in all",
+        "prompts": f"{(prompts + 1) // 2} for training, {prompts // 2} held out, {len(recording.roots)} positions",
         "settings": asdict(settings),
         **environment(),
     }
     notes = "\n".join(f"- {name}: `{value}`" for name, value in about.items())
-    remark = "Speed: tokens per cost over plain decoding, held-out prompts, 95 % bootstrap interval over prompts.\n"
+    remark = "Speed: tokens per cost over plain decoding, held-out prompts, 95 % bootstrap interval over batches.\n"
     with reported_as_user_error(f"{settings.out}: cannot be written", OSError):
         write_text(settings.out / "replay.jsonl", "\n".join(lines) + "\n")
         write_text(settings.out / "replay.md", "\n".join([remark, *parts, notes]) + "\n")

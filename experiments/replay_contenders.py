@@ -1,42 +1,73 @@
 """The methods and settings that a replay compares."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Int
 
 from ecospec_jax.config import RoutingShape, SpecConfig
 from ecospec_jax.methods import Method
 from ecospec_jax.rate import rate
-from ecospec_jax.selection import Economy, ExpertForecast, cost_aware, likelihood, selection_of
+from ecospec_jax.selection import Economy, ExpertForecast, cost_aware, cost_aware_nodes, likelihood, selection_of
 from ecospec_jax.tree import CandidateTree, Selection
 
 SHARES = (0.15, 0.3, 0.45, 0.6, 0.8, 1.0)  # of a token's experts that a node is taken to add
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class ConstantNew:
+class Knobs:
+    """Settings that are data, so that all values of a family share one compilation.
+
+    Attributes:
+        budget: nodes of a fixed tree.
+        eps: of the cost-aware score.
+        pairs: (layer, expert) pairs that a node is taken to add.
+    """
+
+    budget: int = 0
+    eps: float = 1.0
+    pairs: float = 0.0
+
+
+NO_KNOBS = Knobs()
+Tunable = Callable[[Knobs, CandidateTree, ExpertForecast | None, SpecConfig, Economy | None], Selection]
+
+
+def likeliest(
+    knobs: Knobs, tree: CandidateTree, forecast: ExpertForecast | None, spec: SpecConfig, economy: Economy | None
+) -> Selection:
+    """What `likelihood` selects with this budget, as a part of `spec.budget` slots."""
+    return selection_of(_rank_BN(tree) < knobs.budget, spec.budget)
+
+
+def cheapest(
+    knobs: Knobs, tree: CandidateTree, forecast: ExpertForecast | None, spec: SpecConfig, economy: Economy | None
+) -> Selection:
+    """What `cost_aware` selects with this budget and eps, as a part of `spec.budget` slots."""
+    assert forecast is not None
+    chosen_BN = cost_aware_nodes(tree, forecast, knobs.budget, knobs.eps, shared_buffer=spec.shared_buffer)
+    return selection_of(chosen_BN, spec.budget)
+
+
+def worthwhile(
+    knobs: Knobs, tree: CandidateTree, forecast: ExpertForecast | None, spec: SpecConfig, economy: Economy | None
+) -> Selection:
     """Selection by rate without a predictor: every node is taken to add the same number of experts.
 
     Calibrated probabilities never increase along a path, so the nodes that are worth it are prefix-closed.
-
-    Attributes:
-        pairs: (layer, expert) pairs that a node adds.
     """
+    assert economy is not None
+    worth_BN = jnp.exp(tree.log_probs_BN) > economy.price(jnp.asarray(knobs.pairs), jnp.int32(1))
+    return selection_of(worth_BN & (_rank_BN(tree) < spec.budget), spec.budget)
 
-    pairs: float
 
-    def __call__(
-        self, tree: CandidateTree, forecast: ExpertForecast | None, spec: SpecConfig, economy: Economy | None
-    ) -> Selection:
-        """The likeliest nodes that are worth their price, at most `spec.budget`."""
-        assert economy is not None
-        best = likelihood(tree, None, spec)
-        nodes = tree.tokens_BN.shape[1]
-        likely_BN = jnp.any(best.nodes_BM[:, :, None] == jnp.arange(nodes), axis=1)
-        price = economy.price(jnp.float32(self.pairs), jnp.float32(1))
-        return selection_of(likely_BN & (jnp.exp(tree.log_probs_BN) > price), spec.budget)
+def _rank_BN(tree: CandidateTree) -> Int[Array, "batch nodes"]:
+    """Place of each node among the likeliest; of equals the earlier is first, so a parent is before its children."""
+    return jnp.argsort(jnp.argsort(-tree.log_probs_BN, axis=1, stable=True), axis=1)
 
 
 @dataclass(frozen=True)
@@ -45,9 +76,10 @@ class Contender:
 
     Attributes:
         family: methods of a family differ in their settings alone; the best setting is chosen on training prompts.
-        method: a library method, or one with a policy of this file.
+        method: a library method, or one like it.
         spec: sizes and settings.
         setting: what tells it from others of the family.
+        tunable, knobs: in place of the method's policy, one that takes its settings as data.
         clairvoyant: it sees the outcomes.
     """
 
@@ -55,6 +87,8 @@ class Contender:
     method: Method
     spec: SpecConfig
     setting: str
+    tunable: Tunable | None = None
+    knobs: Knobs = NO_KNOBS
     clairvoyant: bool = False
 
     @property
@@ -82,22 +116,22 @@ def contenders(
         eps: of the cost-aware score.
         paper_predictor: informs `cost_aware`.
     """
-    found = []
+    found, largest = [], replace(spec, budget=max(budgets))
     for budget in budgets:
-        fixed = replace(spec, budget=budget)
-        found.append(Contender("likelihood", Method("likelihood", likelihood), fixed, f"budget {budget}"))
+        fixed = replace(spec, budget=budget)  # refuses what cannot be
+        method, knobs = Method("likelihood", likelihood), Knobs(budget=fixed.budget)
+        found.append(Contender("likelihood", method, largest, f"budget {budget}", likeliest, knobs))
         if budget == 0:
             continue
         for one_eps, calibrated in itertools.product(eps, (False, True)):
             family = "ecospec-calibrated" if calibrated else "ecospec"
             method = Method(family, cost_aware, predictor=paper_predictor, calibrated=calibrated)
-            weighed = replace(fixed, eps=one_eps)
-            found.append(Contender(family, method, weighed, f"budget {budget}, eps {one_eps:g}"))
-    largest = replace(spec, budget=max(budgets))
+            setting, knobs = f"budget {budget}, eps {one_eps:g}", Knobs(budget, replace(fixed, eps=one_eps).eps)
+            found.append(Contender(family, method, largest, setting, cheapest, knobs))
     for share in SHARES:
-        policy = ConstantNew(share * routing.layers * routing.k)
-        method = Method("size", policy, calibrated=True, adaptive=True)
-        found.append(Contender("size by C", method, largest, f"{share:g} of a token's experts"))
+        method = Method("size", rate, calibrated=True, adaptive=True)
+        knobs = Knobs(pairs=share * routing.layers * routing.k)
+        found.append(Contender("size by C", method, largest, f"{share:g} of a token's experts", worthwhile, knobs))
     for name in (*predictors, "oracle"):
         method = Method("rate", rate, predictor=name, calibrated=True, adaptive=True)
         found.append(Contender(f"rate {name}", method, largest, ""))

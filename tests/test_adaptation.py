@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ecospec_jax.adaptation import DRAFT_MEMORY, MEMORY, TRIAL, Adaptation, Ledger
+from ecospec_jax import decoding
+from ecospec_jax.adaptation import DRAFT_MEMORY, FIRST_WAIT, HOPE, MEMORY, TRIAL, Adaptation, Ledger
 from ecospec_jax.cache import KVCache
 from ecospec_jax.calibration import Calibration
 from ecospec_jax.config import RoutingShape, SamplingConfig, SpecConfig
@@ -17,6 +19,7 @@ from ecospec_jax.decoding import DecodeState, StepPlan
 from ecospec_jax.metrics import DecodeStats
 from ecospec_jax.rate import rate
 from ecospec_jax.selection import Policy, cost_aware
+from ecospec_jax.stepping import processed_rows
 from tests import tiny_predictors
 from tests.tiny import PROMPTS, SAMPLINGS, quick_compilation
 from tests.tiny_predictors import (
@@ -42,12 +45,12 @@ def fresh(batch: int = 1) -> Adaptation:
 
 
 @cache
-def observing(cost: CostModel = COST):
-    return jax.jit(partial(Adaptation.observe, cost=cost))
+def observing(spec: SpecConfig):
+    return jax.jit(partial(Adaptation.observe, cost=COST, spec=spec))
 
 
-def observe(before: Adaptation, **seen: int | bool) -> Adaptation:
-    return observing()(before, **{name: jnp.asarray(value) for name, value in seen.items()})
+def observe(before: Adaptation, *, spec: SpecConfig = SPEC, **seen: Any) -> Adaptation:
+    return observing(spec)(before, **{name: jnp.asarray(value) for name, value in seen.items()})
 
 
 def test_begins_with_the_rate_of_plain_decoding() -> None:
@@ -122,6 +125,7 @@ def test_the_rate_converges_to_the_best_there_is(world: str, wanted: int, noisy:
             drawn = jnp.floor(mean) + jax.random.bernoulli(key, mean - jnp.floor(mean)) if noisy else mean
             after = adaptation.observe(
                 COST,
+                SPEC,
                 drafted=jnp.array(True),
                 emitted=drawn,
                 sequences=jnp.int32(1),
@@ -138,17 +142,18 @@ def test_the_rate_converges_to_the_best_there_is(world: str, wanted: int, noisy:
     assert float(jnp.mean(actions[2000:] == wanted)) > (0.8 if noisy else 0.999)
 
 
-def live(adaptation: Adaptation, steps: int, gain: int) -> tuple[Adaptation, list[bool]]:
+def live(adaptation: Adaptation, steps: int, gain: int, spec: SpecConfig = SPEC) -> tuple[Adaptation, list[bool]]:
     """Steps that draft when told to; drafting gives `gain` tokens, and costs 250 where a plain step costs 162."""
-    drafting = jax.jit(partial(Adaptation.drafts, spec=SPEC))
+    drafting = jax.jit(partial(Adaptation.drafts, spec=spec))
     drafted = []
     for _ in range(steps):
         drafted.append(bool(drafting(adaptation)))
+        seen: dict[str, Any]
         if drafted[-1]:
             seen = {"emitted": gain, "pairs": 20, "rows": 5}
         else:
             seen = {"emitted": 1, "pairs": 12, "rows": 1}
-        adaptation = observe(adaptation, drafted=drafted[-1], sequences=1, root_pairs=12, **seen)
+        adaptation = observe(adaptation, spec=spec, drafted=drafted[-1], sequences=1, root_pairs=12, **seen)
     return adaptation, drafted
 
 
@@ -172,6 +177,35 @@ def test_drafting_that_does_not_pay_ends_after_its_trial_and_is_probed() -> None
     # And it ends again, when the good steps are far enough behind.
     _, drafted = live(adaptation, 600, gain=1)
     assert drafted[0] and drafted[-SPEC.probe_every - 1 :].count(True) == 1
+
+
+def test_probes_in_vain_become_rarer_until_drafting_pays() -> None:
+    spec = SpecConfig(probe_every=50)
+    adaptation, drafted = live(fresh(), TRIAL + 300, gain=1, spec=spec)
+    waits = np.diff(np.flatnonzero(drafted[TRIAL - 1 :])) - 1
+    assert waits.tolist() == [FIRST_WAIT, 2 * FIRST_WAIT, 50, 50, 50, 50]
+    adaptation, drafted = live(adaptation, 800, gain=4, spec=spec)
+    assert drafted[-1]
+    _, drafted = live(adaptation, 600, gain=1, spec=spec)
+    waits = (np.diff(np.flatnonzero(drafted)) - 1).tolist()
+    assert [wait for wait in waits if wait][:4] == [FIRST_WAIT, 2 * FIRST_WAIT, 50, 50]
+
+
+@pytest.mark.parametrize(("sequences", "wanted"), [(1, 6), (4, 2), (16, 1)])
+def test_a_trial_without_hope_ends_early(sequences: int, wanted: int) -> None:
+    """When tokens 2 standard errors above the mean would not pay either: sooner in a batch, which tells more a step."""
+    keep, drafts, adaptation = 1 - 1 / DRAFT_MEMORY, 0, fresh(sequences)
+    while bool(adaptation.drafts(SPEC)):
+        seen: dict[str, Any] = {"emitted": sequences, "sequences": sequences, "rows": 4 * sequences}
+        adaptation = observe(adaptation, drafted=True, pairs=30, root_pairs=12, **seen)
+        drafts += 1
+    plain, spent = 100 + 5 * 12 + 2 * sequences, 100 + 5 * 30 + 8 * sequences + 40
+    weights = [sum(keep**age for age in range(steps)) for steps in range(TRIAL)]
+
+    def hopeful(weight: float) -> bool:
+        return weight * sequences + HOPE * (weight * sequences) ** 0.5 >= weight * spent * sequences / plain
+
+    assert drafts == wanted == next(steps for steps in range(1, TRIAL) if not hopeful(weights[steps]))
 
 
 def test_drafting_that_breaks_even_goes_on() -> None:
@@ -262,6 +296,7 @@ def test_no_token_depends_on_what_is_learned(case: Case) -> None:
         for helped in (True, False):
             state, _ = run(case, learned, speaker, helped=helped)
             assert answers_of(state, PROMPTS[: case.batch]) == expected, speaker
+            assert state.adaptation is not None
             learned = state.adaptation  # as the next batch begins
     for calibration in calibrations():
         state, _ = run(case, case.fresh(calibration), "token_table", helped=True)
@@ -283,11 +318,27 @@ def test_no_token_depends_on_what_is_learned(case: Case) -> None:
         assert rows["out of favour"] < rows["on the brink"] < rows["greedy"]
 
 
-@pytest.mark.parametrize("name", ["one, all row counts", "three, sampled", "three, dear drafts"])
+@pytest.mark.parametrize(
+    ("counts", "live", "wanted"), [((1, 3, 9), 1, 1), ((1, 3, 9), 2, 3), ((1, 3, 9), 4, 5), ((), 1, 5)]
+)
+def test_dead_rows_are_paid_for(counts: tuple[int, ...], live: int, wanted: int) -> None:
+    """The least compiled count that holds the rows of the longest sequence; fixed trees always process all."""
+    case = Case(SpecConfig(row_counts=counts), GREEDY, 3)
+    live_BR = jnp.arange(5) < jnp.array([1, live, 0])[:, None]
+    assert int(processed_rows(case.plan, live_BR)) == wanted
+    assert int(processed_rows(replace(case, adaptive=False).plan, live_BR)) == 5
+
+
+LONG_PAUSES = Case(SpecConfig(depth=2, row_counts=(), probe_every=9), GREEDY, 3, DEAR)  # caught up block by block
+
+
+@pytest.mark.parametrize("name", ["one, all row counts", "three, sampled", "three, dear drafts", "three, long pauses"])
 @pytest.mark.parametrize("beginning", ["fresh", "out of favour", "on the brink"])
-def test_caches_after_each_step(name: str, beginning: str) -> None:
+def test_caches_after_each_step(name: str, beginning: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of target, drafter and predictor are those of a fresh prefill, however many plain steps lie behind."""
-    case = CASES[name]
+    case = CASES.get(name, LONG_PAUSES)
+    if case is LONG_PAUSES:
+        monkeypatch.setattr(decoding, "CATCH_UP", 4)
     plan, prompts = case.plan, PROMPTS[: case.batch]
     weights = make_weights("backbone", helpful(case.sampling, case.batch), batch=case.batch)
     begin = beginnings(case)[beginning]
@@ -318,6 +369,8 @@ def test_caches_after_each_step(name: str, beginning: str) -> None:
         assert drafts == [at % (case.spec.probe_every + 1) == case.spec.probe_every for at in range(len(drafts))]
     if beginning == "out of favour" or case.cost is DEAR:
         assert max(waited) > plan.spec.max_emitted  # the wide catch-up
+    if case is LONG_PAUSES:
+        assert max(waited) > 2 * decoding.CATCH_UP
 
 
 def assert_equal(ours: KVCache | None, fresh: KVCache | None, length_B: np.ndarray) -> None:

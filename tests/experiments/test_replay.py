@@ -40,7 +40,7 @@ from tests.tiny_predictors import (
 __all__ = ["quick_compilation"]
 SPEC = SpecConfig(budget=4)
 NEW = 25  # tokens of an answer: the longest prompt and answer fill `tiny.BUCKET` and more
-COST = CostModel(fixed=1e6, per_expert=5e4, moe_layers=ROUTING.layers, draft=2e5)
+COST = CostModel(fixed=1e6, per_expert=5e4, moe_layers=ROUTING.layers, per_row=2e4, draft=2e5)
 TEMPERATURES = (0.0, 1.0)
 ASKED = [("a", PROMPTS[0], 3), ("b", PROMPTS[1], 4), ("c", PROMPTS[2], 5)]
 
@@ -99,62 +99,123 @@ def world() -> World:
     return World(decoder, predictors, {t: record(decoder, predictors, t) for t in TEMPERATURES})
 
 
-def live(decoder: Decoder, name: str, temperature: float) -> tuple[list[list[Any]], Adaptation | None]:
-    """(nodes, emitted tokens, whether it drafted) of each step of each prompt, and what was learned."""
+Step = tuple[list[tuple[frozenset[int], int]], bool]  # (nodes, emitted tokens) of each sequence, whether it drafted
+
+
+def live(decoder: Decoder, name: str, temperature: float, size: int) -> tuple[list[list[Step]], Adaptation | None]:
+    """The steps of each batch of `size` prompts, and what was learned."""
     method, said = get_method(name), []
 
     def spy(*arguments: Any) -> Selection:
         selection = method.policy(*arguments)
-        jax.debug.callback(lambda nodes, count: said.append(nodes[0, : count[0]].tolist()), *vars(selection).values())
+        jax.debug.callback(lambda nodes, count: said.append((nodes, count)), *vars(selection).values())
         return selection
 
-    program, weights = decoder.program(replace(method, policy=spy), SPEC, SamplingConfig(temperature))
+    sampling = SamplingConfig(temperature)
+    program, weights = decoder.program(replace(method, policy=spy), SPEC, sampling, batch_size=size)
     all_steps = []
-    for _, ids, seed in ASKED:
-        steps, options = [], {"max_new_tokens": NEW, "capacity": CAPACITY, "batch_size": 1}
-        batch = Batch(program, weights, [ids], [(seed, 0)], **options)
-        length = len(ids)
-        for _ in batch.run([Answer(None, (), decoder.eos_ids)], steps_per_call=1):
+    for first in range(0, len(ASKED), size):
+        _, prompts, seeds = zip(*ASKED[first : first + size], strict=True)
+        steps, options = [], {"max_new_tokens": NEW, "capacity": 2 * CAPACITY, "batch_size": size}
+        batch = Batch(program, weights, prompts, [(seed, 0) for seed in seeds], **options)
+        length_B = np.asarray(batch.state.length_B)
+        for _ in batch.run([Answer(None, (), decoder.eos_ids) for _ in prompts], steps_per_call=1):
             jax.effects_barrier()
-            emitted, length = int(batch.state.length_B[0]) - length, int(batch.state.length_B[0])
-            if emitted:
-                steps.append((frozenset(said[0] if said else ()), emitted, bool(said)))
+            emitted_B, length_B = np.asarray(batch.state.length_B) - length_B, np.asarray(batch.state.length_B)
+            nodes_BM, count_B = said[0] if said else (np.zeros((size, 0), int), np.zeros(size, int))
+            chosen = [nodes[:count].tolist() for nodes, count in zip(nodes_BM, count_B, strict=True)]
+            each = [(frozenset(own if n else ()), int(n)) for own, n in zip(chosen, emitted_B, strict=True)]
+            if emitted_B.any():
+                steps.append((each, bool(said)))
             said.clear()
         all_steps.append(steps)
     return all_steps, program.adaptation
 
 
-def replayed(steps: Steps) -> list[list[tuple[frozenset[int], int, bool]]]:
+def replayed(steps: Steps) -> list[list[Step]]:
     host = jax.device_get(steps)
     return [
         [
-            (frozenset(np.flatnonzero(nodes).tolist()), int(emitted), bool(drafted))
-            for nodes, emitted, drafted in zip(host.chosen_QTN[q], host.emitted_QT[q], host.drafted_QT[q], strict=True)
-            if emitted
+            (
+                [(frozenset(np.flatnonzero(own).tolist()), int(n)) for own, n in zip(nodes, emitted, strict=True)],
+                bool(drafted),
+            )
+            for nodes, emitted, drafted in zip(
+                host.chosen_GTBN[g], host.emitted_GTB[g], host.drafted_GT[g], strict=True
+            )
+            if emitted.any()
         ]
-        for q in range(len(host.emitted_QT))
+        for g in range(len(host.emitted_GTB))
     ]
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("name", ["likelihood", "ecospec-table", "rate-table"])
-def test_replay_is_live_decoding(world: World, name: str, temperature: float) -> None:
-    """Same nodes, counts and tokens in every step, and the same is learned; what is learned passes between prompts."""
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("likelihood", 1), ("ecospec-table", 1), ("rate-table", 1), ("ecospec-table", 2), ("rate-table", 2)],
+)
+def test_replay_is_live_decoding(world: World, name: str, size: int, temperature: float) -> None:
+    """Same nodes, counts and tokens in every step, and the same is learned; what is learned passes between batches."""
     made, method = world.recordings[temperature], get_method(name)
-    expected, expected_learned = live(world.decoder, name, temperature)
+    expected, expected_learned = live(world.decoder, name, temperature, size)
     plan = make_plan(made, method, SPEC, COST)
-    steps, learned = walk(made, plan, make_tape(made, method.predictor, np.arange(len(ASKED))))
+    groups_GB = replay.batches(np.arange(len(ASKED)), size)
+    steps, learned = walk(made, plan, make_tape(made, method.predictor, groups_GB))
     assert replayed(steps) == expected
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-3), learned, expected_learned)
     for index, (start, stop) in enumerate(zip(made.starts, made.starts[1:], strict=False)):
-        emitted = sum(count for _, count, _ in expected[index])
+        batch, place = divmod(index, size)
+        emitted = sum(each[place][1] for each, _ in expected[batch])
         assert emitted == stop - start
-        assert np.asarray(steps.tokens_QT)[index, : emitted - 1].tolist() == made.roots[start + 1 : stop].tolist()
+        answer = np.asarray(steps.tokens_GBT)[batch, place, : emitted - 1]
+        assert answer.tolist() == made.roots[start + 1 : stop].tolist()
     seen = [one for steps in expected for one in steps]
-    assert max(count for _, count, _ in seen) >= 2
+    assert max(count for each, _ in seen for _, count in each) >= 2
     if name == "rate-table" and temperature == 0:  # the test is worth little if everything is alike
-        assert {drafted for _, _, drafted in seen} == {False, True}
-        assert len({len(nodes) for nodes, _, _ in seen}) >= 3
+        assert len({len(nodes) for each, _ in seen for nodes, _ in each}) >= 3
+        assert size > 1 or {drafted for _, drafted in seen} == {False, True}
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_costs_of_plain_decoding(world: World, size: int) -> None:
+    """Those of the steps of fixed trees without nodes; prompts of a batch share the experts of their roots."""
+    made, walks = world.recordings[0.0], replay.Replay(world.recordings[0.0], size)
+    cost = replace(COST, per_row=3e4)
+    asked = replay.Settings(recording=(), budgets=(0, 1))
+    plain = next(one for one in replay.line_up(asked, made) if one.setting == "budget 0")
+    outcome = walks.outcome(plain, replace(cost, draft=0))
+    np.testing.assert_allclose(outcome.costs, walks.plain_costs(cost)[walks.train :])
+    assert outcome.speed.middle == pytest.approx(1) and (outcome.nodes, outcome.tau) == (0, 1)
+
+    by_hand = []
+    for group in [[0, 2], [1]] if size == 2 else [[0], [2], [1]]:
+        answers = [made.experts[slice(*made.starts[prompt : prompt + 2]), 0] for prompt in group]
+        total = 0.0
+        for at in range(max(map(len, answers))):
+            rows = [answer[at] for answer in answers if at < len(answer)]
+            pairs = sum(int(word).bit_count() for word in np.bitwise_or.reduce(rows).ravel())
+            total += cost.fixed + cost.per_expert * pairs + cost.per_row * len(rows)
+        by_hand.append(total)
+    np.testing.assert_allclose(walks.plain_costs(cost), by_hand)
+
+
+@pytest.mark.parametrize("family", ["likelihood", "ecospec"])
+def test_settings_as_data_choose_what_the_library_chooses(world: World, family: str) -> None:
+    """All budgets and eps share one compilation with the largest budget's slots."""
+    made, walks = world.recordings[1.0], replay.Replay(world.recordings[1.0])
+    asked = replay.Settings(recording=(), budgets=(1, 3), eps=(0.5, 4.0) if family == "ecospec" else (1.0,))
+    found = [one for one in replay.line_up(asked, made) if one.family == family]
+    assert len(found) == len(asked.budgets) * len(asked.eps)
+    chosen = set()
+    for one in found:
+        spec = replace(one.spec, budget=one.knobs.budget, eps=one.knobs.eps)
+        plan = make_plan(made, one.method, spec, None)
+        steps, _ = walk(made, plan, make_tape(made, one.bits, walks.order_GB))
+        mine = walks.steps(one, COST)
+        for name in ("emitted_GTB", "chosen_GTBN", "pairs_GT", "tokens_GBT"):
+            np.testing.assert_array_equal(getattr(mine, name), getattr(steps, name))
+        chosen.add(mine.chosen_GTBN.tobytes())
+    assert len(chosen) >= len(asked.budgets)
 
 
 def test_a_record_is_the_targets_own_text(world: World) -> None:
@@ -252,7 +313,7 @@ def test_the_command_writes_everything(settings: replay.Settings) -> None:
         *(f"rate {name}" for name in ("previous", "token_table", "backbone", "oracle")),
     }
     by_setting = {(row["family"], row["setting"]): row for row in rows}
-    assert by_setting["likelihood", "budget 4"]["nodes"] == 4
+    assert [by_setting["likelihood", f"budget {budget}"]["nodes"] for budget in (1, 4)] == [1, 4]
     assert all(1 <= row["tau"] <= 4 and row["speed"]["low"] <= row["speed"]["high"] for row in rows)
     best = max(row["speed"]["middle"] for row in rows)
     assert by_setting["clairvoyant", ""]["speed"]["middle"] == best
@@ -277,6 +338,7 @@ def complaint(run: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> st
         ({"budgets": (0,)}, "--budgets names no budget above 0"),
         ({"budgets": (11,)}, "budget must be in 0..10"),
         ({"eps": (0.0,)}, "eps must be positive"),
+        ({"batch_size": 0}, "--batch-size must be at least 1"),
         ({"buffer": "magic"}, "unknown expert buffer 'magic'"),
         ({"baseline": "magic"}, "unknown baseline 'magic'; known: clairvoyant"),
         ({"costs": ("deepseek-v3.1",), "draft": "eagle3"}, "use --draft free"),
