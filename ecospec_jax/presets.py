@@ -1,5 +1,7 @@
 """Published target shapes by name, for building and timing models without a download."""
 
+from dataclasses import replace
+
 from ecospec_jax.config import (
     DeepseekV3Config,
     DrafterConfig,
@@ -114,11 +116,16 @@ PRESETS: dict[str, ModelConfig] = {
 }
 
 
-def get_preset(name: str) -> ModelConfig:
-    """Looks a preset up; an unknown name is a `UserError`."""
+def get_preset(name: str, layers: int | None = None) -> ModelConfig:
+    """Looks a preset up, or one with its first layers only; an unknown name is a `UserError`."""
     if name not in PRESETS:
         raise UserError(f"unknown config '{name}'; known: {', '.join(PRESETS)}")
-    return PRESETS[name]
+    config = PRESETS[name]
+    if layers is None:
+        return config
+    if isinstance(config, GptOssConfig):
+        config = replace(config, sliding_layers=tuple(layer for layer in config.sliding_layers if layer < layers))
+    return replace(config, num_layers=layers)
 
 
 def drafter_for(target: ModelConfig) -> DrafterConfig:

@@ -146,9 +146,7 @@ def _load_models(settings: Settings) -> Decoder:
             dtype=dtype,
             pad_ffn=settings.pad_ffn,
         )
-    config = get_preset(str(settings.random_weights))
-    if settings.layers is not None:
-        config = dataclasses.replace(config, num_layers=settings.layers)
+    config = get_preset(str(settings.random_weights), settings.layers)
     return Decoder.with_random_weights(
         config, drafter_for(config), dtype=dtype, seed=settings.seed, pad_ffn=settings.pad_ffn
     )

@@ -6,7 +6,6 @@ The step drafts with an EAGLE-3 head of the published proportions, selects by li
 the `aot` extra (`make test-aot` installs it into `.venv-aot`). Finished cases in `--out` are kept.
 """
 
-import dataclasses
 import json
 import math
 import re
@@ -27,7 +26,7 @@ from ecospec_jax import SamplingConfig, SpecConfig, UserError
 from ecospec_jax.ahead_of_time import target as described
 from ecospec_jax.cache import KVCache
 from ecospec_jax.checkpoint import borrowed_parameters
-from ecospec_jax.config import DrafterConfig, GptOssConfig, ModelConfig
+from ecospec_jax.config import DrafterConfig, ModelConfig
 from ecospec_jax.decoding import DecodeState, StepPlan, Weights, prefill
 from ecospec_jax.errors import reported_as_user_error, run_command
 from ecospec_jax.models import abstract
@@ -170,7 +169,7 @@ def _itemsize(hlo_dtype: str) -> int:
 
 def compile_case(case: Case) -> Compiled:
     """Lowers and compiles the step; a layout that cannot serve the target is a `UserError`."""
-    config = shape_of(case.target, case.layers)
+    config = get_preset(case.target, case.layers)
     devices = described(case.device)
     placement = Placement.create(case.layout, list(devices.devices))
     drafter = drafter_for(config)
@@ -197,17 +196,6 @@ def compile_case(case: Case) -> Compiled:
         collective_bytes=moved,
         seconds=seconds,
     )
-
-
-def shape_of(target: str, layers: int | None) -> ModelConfig:
-    """A published shape, or its first layers."""
-    config = get_preset(target)
-    if layers is None:
-        return config
-    if isinstance(config, GptOssConfig):
-        kept = tuple(layer for layer in config.sliding_layers if layer < layers)
-        return dataclasses.replace(config, num_layers=layers, sliding_layers=kept)
-    return dataclasses.replace(config, num_layers=layers)
 
 
 HEADER = (
@@ -259,13 +247,13 @@ def run(settings: Settings) -> None:
     if min(settings.rows, default=0) < 1:
         raise UserError("--rows needs positive numbers")
     for name in settings.targets:  # refuses what is unknown before anything is compiled
-        shape_of(name, settings.layers)
+        get_preset(name, settings.layers)
     try:
         described(settings.device)
     except (ModuleNotFoundError, ValueError) as error:
         raise UserError(str(error)) from error
     cases = [
-        Case(name, layout, settings.device, rows, settings.capacity, shape_of(name, settings.layers).num_layers)
+        Case(name, layout, settings.device, rows, settings.capacity, get_preset(name, settings.layers).num_layers)
         for name in settings.targets
         for layout in settings.layouts
         for rows in settings.rows

@@ -63,14 +63,14 @@ def unrolled_rows(packed: Packed, step: int) -> Rows:
 
 
 def unrolled_logits(
-    drafter: Drafter, taught: Lessons, steps: int
+    drafter: Drafter, taught: Lessons
 ) -> tuple[list[Float[Array, "batch tokens proposable"]], list[Bool[Array, "batch tokens"]]]:
     """The drafter's logits of each step, and which rows count. Row t of step i is about token t + 2 + i."""
     batch, length = taught.packed.tokens_BT.shape
     rows = unrolled_rows(taught.packed, 0)
-    state_BTH, cache = drafter.catch_up(rows, taught.features_BTF, drafter.empty_cache(batch, steps * length))
+    state_BTH, cache = drafter.catch_up(rows, taught.features_BTF, drafter.empty_cache(batch, STEPS * length))
     logits, live = [drafter.logits(state_BTH)], [rows.live_BR]
-    for step in range(1, steps):
+    for step in range(1, STEPS):
         rows = unrolled_rows(taught.packed, step)
         state_BTH, cache = drafter.extend(rows, state_BTH, cache)
         logits.append(drafter.logits(state_BTH))
@@ -87,7 +87,7 @@ def drafter_loss(drafter: Drafter, taught: Lessons) -> Float[Array, ""]:
     wanted_BTV = jax.nn.softmax(taught.logits_BTV[..., vocabulary], axis=-1)
     proposable_BT = jnp.isin(jnp.argmax(taught.logits_BTV, axis=-1), vocabulary)
     total = jnp.zeros(())
-    for step, (logits_BTV, live_BT) in enumerate(zip(*unrolled_logits(drafter, taught, STEPS), strict=True)):
+    for step, (logits_BTV, live_BT) in enumerate(zip(*unrolled_logits(drafter, taught), strict=True)):
         counts_BT = live_BT & jnp.roll(proposable_BT, -1 - step, axis=1)
         log_probs_BTV = jax.nn.log_softmax(logits_BTV, axis=-1)
         loss_BT = -jnp.sum(jnp.roll(wanted_BTV, -1 - step, axis=1) * log_probs_BTV, axis=-1)
@@ -104,7 +104,7 @@ def agreement(drafter: Drafter, taught: Lessons) -> Float[Array, " steps"]:
         same_BT = proposed_BT == jnp.roll(best_BT, -1 - step, axis=1)
         return jnp.sum(same_BT & live_BT) / jnp.maximum(jnp.sum(live_BT), 1)
 
-    unrolled = zip(*unrolled_logits(drafter, taught, STEPS), strict=True)
+    unrolled = zip(*unrolled_logits(drafter, taught), strict=True)
     return jnp.stack([share(step, *of_step) for step, of_step in enumerate(unrolled)])
 
 

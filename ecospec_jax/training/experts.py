@@ -29,10 +29,10 @@ class BalanceLoss(nnx.Variable):
 class TrainingMoE(MoELayer):
     """A layer's router and experts under the same parameter names, for training; a pass leaves a `BalanceLoss`."""
 
-    def __init__(self, layer: MoELayer, *, quantised: bool, capacity: float = CAPACITY) -> None:
+    def __init__(self, layer: MoELayer, *, quantised: bool) -> None:
         """`quantised` lets the experts compute with mxfp4 matrices, whose gradients their exact values get."""
         super().__init__(layer.router, layer.experts, layer.activation, layer.shared)
-        self.quantised, self.capacity = quantised, capacity
+        self.quantised, self.capacity = quantised, CAPACITY
 
     def routed(
         self, x_TD: Float[Array, "rows hidden"], ids_TK: Int[Array, "rows k"], weights_TK: Float[Array, "rows k"]
@@ -47,7 +47,7 @@ class TrainingMoE(MoELayer):
 
 
 def prepare(model: ModelT, *, quantised: bool) -> ModelT:
-    """Gives every expert layer of a target its form for training; parameters and their names stay."""
+    """Gives every expert layer of a model its form for training; parameters and their names stay."""
     for _, layer in nnx.iter_graph(model):
         if isinstance(layer, DecoderLayer) and layer.moe is not None:
             layer.moe = TrainingMoE(layer.moe, quantised=quantised)
@@ -71,7 +71,7 @@ def capacity_experts(
     experts: ExpertWeights,
     *,
     activation: Activation,
-    capacity: float = CAPACITY,
+    capacity: float,
 ) -> Float[Array, "rows hidden"]:
     """As `kernels.grouped_experts`, but an expert takes its first `capacity * rows * k / E` choices only.
 

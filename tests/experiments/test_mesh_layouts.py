@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.mesh_layouts import collectives, shape_of
+from ecospec_jax.presets import get_preset
+from experiments.mesh_layouts import collectives
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,8 +29,8 @@ def test_collectives_are_counted_once_with_the_bytes_of_their_results() -> None:
 
 
 def test_the_first_layers_of_a_target() -> None:
-    assert shape_of("gpt-oss-120b", 5).sliding_layers == (0, 2, 4)
-    assert shape_of("qwen3-235b-a22b", None).num_layers == 94
+    assert get_preset("gpt-oss-120b", 5).sliding_layers == (0, 2, 4)
+    assert get_preset("qwen3-235b-a22b").num_layers == 94
 
 
 @pytest.mark.parametrize(

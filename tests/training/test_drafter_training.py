@@ -1,5 +1,6 @@
 """Unrolled drafter training: masks against a definition, steps against drafting itself, learning a made-up target."""
 
+import itertools
 from dataclasses import replace
 from functools import cache
 
@@ -25,7 +26,7 @@ from ecospec_jax.training.drafter import (
 )
 from ecospec_jax.training.language_model import optimiser, run_target
 from ecospec_jax.training.sequences import PADDING, Packed, pack_documents
-from ecospec_jax.training.trainer import Trainer
+from ecospec_jax.training.trainer import Trainer, evaluate
 from tests import tiny
 from tests.tiny import quick_compilation
 from tests.training.models import GPT_OSS, make_gpt_oss
@@ -58,13 +59,13 @@ def drafter() -> Eagle3:
 
 @cache
 def taught() -> Lessons:
-    return lessons(make_gpt_oss(), PACKED, DRAFTER.boundaries)
+    return evaluate(lessons, make_gpt_oss(), PACKED, DRAFTER.boundaries)
 
 
 def test_lessons_are_what_the_target_says() -> None:
     """Features are the residual stream at the boundaries, the first of which is the embedding."""
     target = make_gpt_oss()
-    output = run_target(target, PACKED, (2,))
+    output = evaluate(run_target, target, PACKED, (2,))
     embedded = np.asarray(target.embedding.weight[...])[np.asarray(PACKED.tokens_BT)]
     width = GPT_OSS.hidden_size
     np.testing.assert_array_equal(taught().features_BTF[..., :width], embedded)
@@ -93,7 +94,7 @@ def test_rows_of_a_step_by_definition(step: int) -> None:
 def test_steps_equal_drafting_row_by_row() -> None:
     """What `catch_up` and then `extend`, one drafted token at a time on the document alone, make of the same tokens."""
     model = drafter()
-    logits, live = unrolled_logits(model, taught(), STEPS)
+    logits, live = evaluate(unrolled_logits, model, taught())
     tokens_BT, documents_BT = np.asarray(PACKED.tokens_BT), np.asarray(PACKED.documents_BT)
 
     def rows(tokens: np.ndarray, first: int, context: int, offset: int, window: np.ndarray) -> Rows:
@@ -108,13 +109,11 @@ def test_steps_equal_drafting_row_by_row() -> None:
 
     catch_up, extend = jax.jit(model.catch_up), jax.jit(model.extend)
     compared = 0
-    for b, t in ((0, 3), (0, 8), (1, 2), (1, 7), (2, 4)):
-        document = np.flatnonzero(documents_BT[b] == documents_BT[b, t])
-        if documents_BT[b, t] == PADDING:
-            continue
-        begin, count = document[0], t - document[0] + 1
+    starts = [(b, begin) for b in range(BATCH) for begin in np.flatnonzero(np.diff(documents_BT[b], prepend=-2))]
+    for count, (b, begin) in itertools.product((3, 5), starts):  # rows of the context
+        t = begin + count - 1
         for step in range(STEPS):
-            if not live[step][b, t]:
+            if t >= LENGTH or not live[step][b, t] or documents_BT[b, t] != documents_BT[b, begin]:
                 continue
             if step == 0:
                 block = rows(tokens_BT[b, begin + 1 : t + 2], 0, 0, 0, np.tril(np.ones((count, count), bool)))
@@ -134,7 +133,7 @@ def test_loss_and_agreement_by_definition() -> None:
     """Cross-entropy with the target renormalised over the draft vocabulary; rows it cannot get right do not count."""
     vocabulary = np.asarray(drafter().vocabulary)
     target_BTV = np.asarray(taught().logits_BTV, np.float64)
-    logits, live = unrolled_logits(drafter(), taught(), STEPS)
+    logits, live = evaluate(unrolled_logits, drafter(), taught())
     total, shares, left_out = 0.0, [], 0
     for step in range(STEPS):
         losses, same = [], []
@@ -151,8 +150,8 @@ def test_loss_and_agreement_by_definition() -> None:
         shares.append(np.mean(same))
     assert left_out > 0
     weight = sum(DECAY**step for step in range(STEPS))
-    assert float(drafter_loss(drafter(), taught())) == pytest.approx(total / weight, rel=1e-5)
-    np.testing.assert_allclose(agreement(drafter(), taught()), shares, rtol=1e-6)
+    assert float(evaluate(drafter_loss, drafter(), taught())) == pytest.approx(total / weight, rel=1e-5)
+    np.testing.assert_allclose(evaluate(agreement, drafter(), taught()), shares, rtol=1e-6)
 
 
 def test_learns_a_target_it_can_represent() -> None:
@@ -172,11 +171,10 @@ def test_learns_a_target_it_can_represent() -> None:
         logits_BTV = 8.0 * jax.nn.one_hot((tokens_BT + 1) % vocab, vocab)
         return Lessons(Packed(tokens_BT, jnp.zeros_like(tokens_BT)), features_BTF, logits_BTV)
 
-    judge = jax.jit(agreement)
-    assert judge(learner.model, block()).max() < 0.3
+    assert evaluate(agreement, learner.model, block()).max() < 0.3
     for _ in range(200):
         learner.step(block())
-    assert (judge(learner.model, block()) > 0.95).all()
+    assert (evaluate(agreement, learner.model, block()) > 0.95).all()
     after = {path: np.asarray(v.get_value()) for path, v in parameters(learner.model).items()}
     still = {path for path in before if np.array_equal(before[path], after[path])}
     assert still == {"embedding.weight", "target_ids"}
