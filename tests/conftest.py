@@ -1,15 +1,28 @@
 """Fixtures that several test folders share."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import jax
 import pytest
 
 from convert import convert
 from tests.hf_models import DRAFTER, drafter_tensors, write_drafter, write_target
 
+MOST_MAPS = 25_000  # of memory; Linux allows a process 65530
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"
 CHECKPOINT = CHECKPOINTS / "tiny-qwen3-moe"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_memory_maps() -> Iterator[None]:
+    """Compiled programs hold some ten maps of memory each; a process that runs out of them crashes."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -176,12 +177,23 @@ def test_an_interrupt_leaves_valid_results(converted_tiny: Path, tmp_path: Path)
     prompts.write_text("\n".join(json.dumps({"id": str(i), "turns": [f"What is {i} + {i}?"]}) for i in range(2000)))
     out = tmp_path / "out"
     options = command("--target", converted_tiny, "--prompts", prompts, "--methods", "ar", "--out", out)
-    process = subprocess.Popen(options, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=QUICK_COMPILATION)
-    results, deadline = out / "results.jsonl", time.monotonic() + 240
-    while time.monotonic() < deadline and not (results.exists() and results.read_text().count("\n") >= 2):
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=120)
+    process = subprocess.Popen(
+        options,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=QUICK_COMPILATION,
+        # A test run in the background ignores interrupts, and its children would too.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        results, deadline = out / "results.jsonl", time.monotonic() + 240
+        while time.monotonic() < deadline and not (results.exists() and results.read_text().count("\n") >= 2):
+            time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=120)
+    finally:
+        process.kill()
     assert process.returncode == 130 and b"interrupted" in stderr
     lines = results.read_text().splitlines()
     assert 2 <= len(lines) < 2000
