@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,19 +171,22 @@ def test_the_command_reports_bad_input_in_one_line(prompts: Path, tmp_path: Path
     assert done.returncode == 2 and len(done.stderr.strip().splitlines()) == 1 and "absent" in done.stderr
 
 
+HEARING_INTERRUPTS = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("experiments.decode", run_name="__main__", alter_sys=True)
+"""
+
+
 def test_an_interrupt_leaves_valid_results(converted_tiny: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "many.jsonl"
     prompts.write_text("\n".join(json.dumps({"id": str(i), "turns": [f"What is {i} + {i}?"]}) for i in range(2000)))
     out = tmp_path / "out"
     options = command("--target", converted_tiny, "--prompts", prompts, "--methods", "ar", "--out", out)
+    # A test run in the background ignores interrupts, and so would its children.
+    listening = [sys.executable, "-c", HEARING_INTERRUPTS, *options[options.index("experiments.decode") + 1 :]]
     process = subprocess.Popen(
-        options,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=QUICK_COMPILATION,
-        # A test run in the background ignores interrupts, and its children would too.
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        listening, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=QUICK_COMPILATION
     )
     try:
         results, deadline = out / "results.jsonl", time.monotonic() + 240
