@@ -177,14 +177,9 @@ def _config(source: HFConfig, num_layers: int, first_sparse_layer: int) -> Deeps
 
 def _storage(source: HFConfig) -> Literal["plain", "fp8"]:
     """FP8 if the config says so. Which tensors are quantised is fixed (docs/formats.md A.3)."""
-    quantisation = source.section("quantization_config")
+    quantisation = source.quantisation("fp8", {"scale_fmt", *_FP8})
     if quantisation is None:
         return "plain"
-    method = quantisation.need(str, "quant_method")
-    if method != "fp8":
-        quantisation.refuse("quant_method", f"'{method}' is not supported, only 'fp8'")
-    for key in quantisation.values.keys() - {"quant_method", "scale_fmt", *_FP8}:
-        quantisation.refuse(key, "not known for quant_method 'fp8'")
     quantisation.need(list, "weight_block_size")  # a checkpoint's shapes do not tell it
     for key, value in _FP8.items():
         quantisation.expect(key, value)

@@ -180,14 +180,9 @@ def _sliding_layers(source: HFConfig) -> tuple[int, ...]:
 
 def _storage(source: HFConfig) -> Literal["plain", "mxfp4"]:
     """MXFP4 if the config says so. Which tensors are quantised is fixed: the expert matrices, and nothing else."""
-    quantisation = source.section("quantization_config")
+    quantisation = source.quantisation("mxfp4", {"modules_to_not_convert", "dequantize"})
     if quantisation is None:
         return "plain"
-    method = quantisation.need(str, "quant_method")
-    if method != "mxfp4":
-        quantisation.refuse("quant_method", f"'{method}' is not supported, only 'mxfp4'")
-    for key in quantisation.values.keys() - {"quant_method", "modules_to_not_convert", "dequantize"}:
-        quantisation.refuse(key, "not known for quant_method 'mxfp4'")
     quantisation.expect("dequantize", False)
     for module in quantisation.find(list, "modules_to_not_convert") or ():
         if str(module).split(".")[-1] not in _UNQUANTISED:

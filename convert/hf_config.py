@@ -4,7 +4,7 @@ Two spellings are in use: that of the files on the Hub, and that of transformers
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -89,6 +89,18 @@ class HFConfig:
             return None
         key = next(key for key in spellings if self.values.get(key) is not None)
         return HFConfig(self.file, values, f"{self._where}{key}.")
+
+    def quantisation(self, method: str, keys: Set[str]) -> "HFConfig | None":
+        """The `quantization_config`, None without one; its method must be this, and its other keys among `keys`."""
+        section = self.section("quantization_config")
+        if section is None:
+            return None
+        stated = section.need(str, "quant_method")
+        if stated != method:
+            section.refuse("quant_method", f"'{stated}' is not supported, only '{method}'")
+        for key in section.values.keys() - {"quant_method", *keys}:
+            section.refuse(key, f"not known for quant_method '{method}'")
+        return section
 
     def build(self, make: Callable[ParamsT, ResultT], *args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ResultT:
         """`make(...)`, whose refusal of a value then names the file."""

@@ -179,9 +179,8 @@ class Rows:
         assert self.offset == 0 and self.mask_BRW.shape[-1] == self.tokens_BR.shape[1]
         slot_S = jnp.arange(size)
 
-        def held_BS(
-            end_B: Array,
-        ) -> Array:  # the last of the virtual slots before `end` that a slot of the ring stands for
+        def held_BS(end_B: Array) -> Array:
+            """The last of the whole cache's slots before `end` that each slot of the ring stands for."""
             last_B1 = end_B[:, None] - 1
             return last_B1 - (last_B1 - slot_S) % size
 

@@ -275,10 +275,10 @@ def _check_record(where: str, record: PieceRecord, variables: Mapping[str, nnx.V
     if unequal := record.tensors.keys() ^ variables.keys():
         raise UserError(f"{where} and the config disagree on tensor {min(unequal)}")
     for path, variable in variables.items():
-        tensor, abstract = record.tensors[path], variable.get_value()
-        if tensor.shape != abstract.shape:
-            raise UserError(f"{where}: tensor {path} has shape {tensor.shape}; the config asks for {abstract.shape}")
-        allowed = FLOATS if abstract.dtype.name in FLOATS else (abstract.dtype.name,)
+        tensor, wanted = record.tensors[path], variable.get_value()
+        if tensor.shape != wanted.shape:
+            raise UserError(f"{where}: tensor {path} has shape {tensor.shape}; the config asks for {wanted.shape}")
+        allowed = FLOATS if wanted.dtype.name in FLOATS else (wanted.dtype.name,)
         if tensor.dtype not in allowed:
             raise UserError(f"{where}: tensor {path} has dtype {tensor.dtype}, which is not {' or '.join(allowed)}")
 
@@ -296,16 +296,16 @@ def _restore(
     folder: Path, record: PieceRecord, variables: Mapping[str, nnx.Variable], placement: Placement | None
 ) -> dict[str, Array]:
     """Restores a piece in its stored dtypes, each tensor in its final sharding."""
-    abstract = {}
+    shapes = {}
     for path, tensor in record.tensors.items():
         axes = variables[path].get_metadata()["logical_axes"]
         sharding = placement.sharding(axes, tensor.shape) if placement else SingleDeviceSharding(jax.devices()[0])
-        abstract[path] = jax.ShapeDtypeStruct(tensor.shape, jnp.dtype(tensor.dtype), sharding=sharding)
+        shapes[path] = jax.ShapeDtypeStruct(tensor.shape, jnp.dtype(tensor.dtype), sharding=sharding)
     with _checkpointer() as checkpointer:
         metadata = checkpointer.metadata(folder.absolute()).item_metadata.tree
         for path, tensor in record.tensors.items():
             found = TensorRecord(jnp.dtype(metadata[path].dtype).name, tuple(metadata[path].shape))
             if found != tensor:
                 raise UserError(f"{folder}: tensor {path} is {found.dtype}{found.shape}, not as {MANIFEST} records it")
-        options = ocp.checkpoint_utils.construct_restore_args(abstract)
-        return checkpointer.restore(folder.absolute(), args=ocp.args.PyTreeRestore(abstract, restore_args=options))
+        options = ocp.checkpoint_utils.construct_restore_args(shapes)
+        return checkpointer.restore(folder.absolute(), args=ocp.args.PyTreeRestore(shapes, restore_args=options))

@@ -1,9 +1,9 @@
 """What a step costs, in bytes from the configurations or in seconds from measurements (docs/design.md section 4)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -82,14 +82,12 @@ def byte_model(
     experts, if it has any, those that `branch` rows touch under uniform routing. A predictor with a backbone is read
     once. Tables cost nothing: a step reads rows of them.
     """
-    sizes = _sizes(config)
-    experts = sum((size for path, size in sizes.items() if ".moe.experts." in path), _Size())
-    everything = sum(sizes.values(), _Size())
-    embedding = _Size() if config.tie_embeddings else sizes["embedding.weight"]  # of which a pass reads rows
-    moe_layers = len(config.moe_layers)
+    sizes, moe_layers = _sizes(config), len(config.moe_layers)
+    experts = _experts(sizes)
+    rows_only = set() if config.tie_embeddings else {"embedding.weight"}
     return CostModel(
-        fixed=everything.less(experts).less(embedding).bytes(bytes_per_weight),
-        per_expert=experts.bytes(bytes_per_weight) / (moe_layers * config.num_experts),
+        fixed=_total(sizes, sizes.keys() - experts - rows_only, bytes_per_weight),
+        per_expert=_total(sizes, experts, bytes_per_weight) / (moe_layers * config.num_experts),
         moe_layers=moe_layers,
         draft=0.0 if drafter is None else _draft_bytes(drafter, bytes_per_weight, depth, branch),
         predict=0.0 if predictor is None else _predict_bytes(predictor, bytes_per_weight),
@@ -101,16 +99,16 @@ class _Size:
     """Numbers in the model's dtype, and bytes of numbers in a dtype of their own."""
 
     numbers: int = 0
-    fixed_bytes: int = 0
+    own_bytes: int = 0
 
-    def __add__(self, other: "_Size") -> "_Size":
-        return _Size(self.numbers + other.numbers, self.fixed_bytes + other.fixed_bytes)
 
-    def less(self, part: "_Size") -> "_Size":
-        return _Size(self.numbers - part.numbers, self.fixed_bytes - part.fixed_bytes)
+def _total(sizes: dict[str, _Size], paths: Set[str], bytes_per_weight: float) -> float:
+    """Bytes of these parameters."""
+    return sum(sizes[path].numbers * bytes_per_weight + sizes[path].own_bytes for path in paths)
 
-    def bytes(self, bytes_per_weight: float) -> float:
-        return self.numbers * bytes_per_weight + self.fixed_bytes
+
+def _experts(sizes: dict[str, _Size]) -> Set[str]:
+    return {path for path in sizes if ".moe.experts." in path}
 
 
 @cache
@@ -120,20 +118,16 @@ def _sizes(config: ModelConfig | DrafterConfig | PredictorConfig) -> dict[str, _
     sizes = {}
     for path, variable in parameters(abstract(config, dtype)).items():
         array = variable.get_value()
-        own = array.dtype != dtype
-        sizes[path] = _Size(0, array.size * array.dtype.itemsize) if own else _Size(array.size, 0)
+        in_dtype = array.dtype == dtype
+        sizes[path] = _Size(numbers=array.size) if in_dtype else _Size(own_bytes=array.size * array.dtype.itemsize)
     return sizes
 
 
 def _draft_bytes(config: DrafterConfig, bytes_per_weight: float, depth: int, branch: int) -> float:
     sizes = _sizes(config)
     once = {path for path in sizes if path.startswith("fc.")}
-    experts = {path for path in sizes if ".moe.experts." in path}
-
-    def total(paths: set[str]) -> float:
-        return sum(sizes[path].bytes(bytes_per_weight) for path in paths)
-
-    touched = 0.0
+    experts = _experts(sizes)
+    total, touched = partial(_total, sizes, bytes_per_weight=bytes_per_weight), 0.0
     if isinstance(config, MtpConfig):
         unused = 1 - config.layer.experts_per_token / config.layer.num_experts
         touched = (1 - unused) + (depth - 1) * (1 - unused**branch)
@@ -144,7 +138,8 @@ def _draft_bytes(config: DrafterConfig, bytes_per_weight: float, depth: int, bra
 def _predict_bytes(config: PredictorConfig, bytes_per_weight: float) -> float:
     if not isinstance(config, BackbonePredictorConfig):
         return 0.0
-    return sum(size.bytes(bytes_per_weight) for path, size in _sizes(config).items() if path != "embedding.weight")
+    sizes = _sizes(config)
+    return _total(sizes, sizes.keys() - {"embedding.weight"}, bytes_per_weight)
 
 
 def fit_seconds(

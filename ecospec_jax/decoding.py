@@ -348,12 +348,18 @@ def predict(
         return None, state
     rows = verify_tree(tree, whole_pool(tree), _roots(state), state.length_B, state.finished_B).rows
     sets_BRLW, predictor_cache = predictor(rows, state.predictor_cache, _evidence(plan, weights, state))
-    sets_BRLW = jnp.where(state.finished_B[:, None, None, None], jnp.uint32(0), sets_BRLW)
-    root_BLW = sets_BRLW[:, 0]
-    previous_BLW = jnp.where(state.finished_B[:, None, None], jnp.uint32(0), state.previous_BLW)
+    return forecast_of(plan, state, sets_BRLW), replace(state, predictor_cache=predictor_cache)
+
+
+def forecast_of(
+    plan: StepPlan, state: DecodeState, sets_BRLW: UInt32[Array, "batch rows layers words"]
+) -> ExpertForecast:
+    """What the policy sees of the experts predicted for the root (row 0) and every candidate node."""
+    finished_B11 = state.finished_B[:, None, None]
+    sets_BRLW = jnp.where(finished_B11[..., None], jnp.uint32(0), sets_BRLW)
+    root_BLW, previous_BLW = sets_BRLW[:, 0], jnp.where(finished_B11, jnp.uint32(0), state.previous_BLW)
     buffers = {"empty": jnp.zeros_like(root_BLW), "root": root_BLW, "previous": previous_BLW}
-    forecast = ExpertForecast(root_BLW, sets_BRLW[:, 1:], buffers[plan.spec.buffer])
-    return forecast, replace(state, predictor_cache=predictor_cache)
+    return ExpertForecast(root_BLW, sets_BRLW[:, 1:], buffers[plan.spec.buffer])
 
 
 def select(plan: StepPlan, state: DecodeState, tree: CandidateTree, forecast: ExpertForecast | None) -> Selection:

@@ -25,7 +25,7 @@ from rich.console import Console
 from ecospec_jax import SamplingConfig, SpecConfig, UserError
 from ecospec_jax.ahead_of_time import target as described
 from ecospec_jax.cache import KVCache
-from ecospec_jax.checkpoint import borrowed_parameters
+from ecospec_jax.checkpoint import borrowed_parameters, parameters
 from ecospec_jax.config import DrafterConfig, ModelConfig
 from ecospec_jax.decoding import DecodeState, StepPlan, Weights, prefill
 from ecospec_jax.errors import reported_as_user_error, run_command
@@ -148,10 +148,6 @@ def device_bytes(tree: Any) -> int:
     return sum(part.dtype.itemsize * math.prod(part.sharding.shard_shape(part.shape)) for part in jax.tree.leaves(tree))
 
 
-def _path(parts: tuple[Any, ...]) -> str:
-    return ".".join(map(str, parts))
-
-
 def collectives(hlo: str) -> tuple[Counter[str], int]:
     """How many collectives a program has, by kind, and the bytes of their results on one device."""
     found, total = Counter(), 0
@@ -183,12 +179,12 @@ def compile_case(case: Case) -> Compiled:
     shardings = jax.tree.map(lambda part: part.sharding, state)
     compiled = devices.compile(partial(step, plan), weights, state, donate_argnums=1, out_shardings=shardings)
     seconds = time.perf_counter() - started
-    memory, borrowed = compiled.memory_analysis(), borrowed_parameters(drafter)
+    memory, own = compiled.memory_analysis(), parameters(nnx.merge(drafter_graph, drafter_state))
     assert memory is not None
     found, moved = collectives(compiled.as_text() or "")
     return Compiled(
         weights=device_bytes(target_state),
-        drafter=device_bytes([part for path, part in nnx.to_flat_state(drafter_state) if _path(path) not in borrowed]),
+        drafter=device_bytes([own[path].get_value() for path in own.keys() - borrowed_parameters(drafter)]),
         cache=device_bytes((state.target_cache, state.draft_cache)),
         temporaries=memory.temp_size_in_bytes,
         checkpoint=sum(part.dtype.itemsize * part.size for part in jax.tree.leaves(target_state)),

@@ -20,11 +20,10 @@ from ecospec_jax.adaptation import Adaptation
 from ecospec_jax.cache import KVCache
 from ecospec_jax.calibration import Calibration
 from ecospec_jax.cost import CostModel
-from ecospec_jax.decoding import DecodeState, StepPlan, Verified, commit, select
+from ecospec_jax.decoding import DecodeState, StepPlan, Verified, commit, forecast_of, select
 from ecospec_jax.methods import Method
 from ecospec_jax.metrics import Counters
 from ecospec_jax.models.predictor import Previous
-from ecospec_jax.selection import ExpertForecast
 from ecospec_jax.stepping import adapt
 from ecospec_jax.tree import Selection, build_tree, verify_tree, whole_pool
 from ecospec_jax.verification import accept_path
@@ -239,7 +238,7 @@ def _step(
 
     tree = build_tree(here(own.tokens_GBTN), here(own.parents_GBTN), depths_N, here(own.log_probs_GBTN))
     drawn_BR, experts_BRLW = here(own.drawn_GBTR), here(own.experts_GBTRLW)
-    forecast = None if own.forecast_GBTRLW is None else _forecast(plan, here(own.forecast_GBTRLW), state)
+    forecast = None if own.forecast_GBTRLW is None else forecast_of(plan, state, here(own.forecast_GBTRLW))
     root_B = jnp.take_along_axis(state.tokens_BS, state.length_B[:, None], axis=1)[:, 0]
     shown = tree
     if clairvoyant:
@@ -275,12 +274,3 @@ def _step(
     chosen_BN = jnp.zeros((len(live_BR), len(depths_N) + 1), bool).at[place_B1, rows_BR].max(live_BR)[:, 1:]
     pairs = jnp.sum(expert_bits.count(expert_bits.union(verified.experts_BRLW, axis=(0, 1))))
     return chosen_BN, drafted, pairs, after
-
-
-def _forecast(plan: StepPlan, sets_BRLW: Array, state: DecodeState) -> ExpertForecast:
-    """Finished sequences predict nothing, as in `decoding.predict`."""
-    finished_B11 = state.finished_B[:, None, None]
-    sets_BRLW = jnp.where(finished_B11[..., None], jnp.uint32(0), sets_BRLW)
-    root_BLW, previous_BLW = sets_BRLW[:, 0], jnp.where(finished_B11, jnp.uint32(0), state.previous_BLW)
-    buffers = {"empty": jnp.zeros_like(root_BLW), "root": root_BLW, "previous": previous_BLW}
-    return ExpertForecast(root_BLW, sets_BRLW[:, 1:], buffers[plan.spec.buffer])

@@ -10,7 +10,7 @@ from flax import nnx
 
 from ecospec_jax import Decoder, decoding
 from ecospec_jax.checkpoint import borrow
-from ecospec_jax.config import DeepseekV3Config, MtpConfig, RopeConfig, RoutingShape, SamplingConfig, SpecConfig
+from ecospec_jax.config import MtpConfig, RoutingShape, SamplingConfig, SpecConfig
 from ecospec_jax.decoding import DecodeState, StepPlan, Weights
 from ecospec_jax.metrics import DecodeStats
 from ecospec_jax.models.deepseek_v3 import DeepseekV3
@@ -25,32 +25,7 @@ from tests.tiny_predictors import NEW_TOKENS, observe, sets_of
 
 __all__ = ["quick_compilation"]
 
-# The first layer is dense, so that layer 0 of every expert label is decoder layer 1.
-CONFIG = DeepseekV3Config(
-    vocab_size=29,
-    hidden_size=12,
-    num_layers=3,
-    num_heads=4,
-    q_lora_rank=9,
-    kv_lora_rank=7,
-    qk_nope_head_dim=6,
-    qk_rope_head_dim=2,
-    v_head_dim=5,
-    intermediate_size=14,
-    moe_intermediate_size=10,
-    num_experts=8,
-    experts_per_token=3,
-    shared_experts=1,
-    groups=4,
-    groups_per_token=3,
-    norm_topk_prob=True,
-    routed_scaling_factor=1.5,
-    first_sparse_layer=1,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(1e3, "yarn", 4.0, 16, mscale=1.0, mscale_all_dim=1.0),
-    max_positions=96,
-    storage="plain",
-)
+CONFIG = tiny.DEEPSEEK  # the first layer is dense, so layer 0 of every expert label is decoder layer 1
 ROUTING = RoutingShape.of(CONFIG)
 GREEDY, PLAIN = SAMPLINGS["greedy"], SAMPLINGS["plain"]
 SPEC = SpecConfig(depth=3, branch=6, budget=16)  # many rows, since a random drafter is seldom right

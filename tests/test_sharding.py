@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from ecospec_jax.checkpoint import parameters
-from ecospec_jax.config import GptOssConfig, RopeConfig, SamplingConfig, SpecConfig
+from ecospec_jax.config import RopeConfig, SamplingConfig, SpecConfig
 from ecospec_jax.decoding import Weights
 from ecospec_jax.errors import UserError
 from ecospec_jax.models.gpt_oss import GptOss
@@ -75,24 +75,7 @@ def test_two_devices_give_the_same_tokens(family: str, layout: str) -> None:
     assert done.stdout.split() == ["equal"]
 
 
-GPT_OSS = GptOssConfig(
-    vocab_size=29,
-    hidden_size=12,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
-    moe_intermediate_size=10,
-    num_experts=6,
-    experts_per_token=3,
-    sliding_window=4,
-    sliding_layers=(0, 2),
-    swiglu_limit=1.0,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(theta=1e4),
-    max_positions=96,
-    expert_storage="plain",
-)
+GPT_OSS = replace(tiny.GPT_OSS, num_experts=6, swiglu_limit=1.0, rope=RopeConfig(theta=1e4))
 TARGETS = {
     "qwen3_moe": lambda: tiny.make_target(replace(tiny.TARGET, num_experts=6)),
     "gpt_oss": lambda: tiny.randomised(lambda: GptOss(GPT_OSS, dtype=jnp.float32, rngs=nnx.Rngs(0)), seed=4),

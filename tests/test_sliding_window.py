@@ -12,7 +12,7 @@ from flax import nnx
 from ecospec_jax import Decoder, Method
 from ecospec_jax.cache import KVCache, Rows, commit_path, empty_cache
 from ecospec_jax.checkpoint import parameters
-from ecospec_jax.config import GptOssConfig, RopeConfig, SamplingConfig, SpecConfig
+from ecospec_jax.config import SamplingConfig, SpecConfig
 from ecospec_jax.models.gpt_oss import GptOss
 from ecospec_jax.selection import cost_aware
 from tests import tiny
@@ -20,25 +20,9 @@ from tests.tiny import BUCKET, CAPACITY, PROMPTS, SAMPLINGS, quick_compilation
 
 __all__ = ["quick_compilation"]
 
-WINDOW, NEW_TOKENS = 4, 26
-CONFIG = GptOssConfig(
-    vocab_size=29,
-    hidden_size=12,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
-    moe_intermediate_size=10,
-    num_experts=7,
-    experts_per_token=3,
-    sliding_window=WINDOW,
-    sliding_layers=(0, 2),
-    swiglu_limit=7.0,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(theta=1e4, kind="yarn", factor=4.0, original_max_positions=24, truncate=False),
-    max_positions=96,
-    expert_storage="plain",
-)
+NEW_TOKENS = 26
+CONFIG = tiny.GPT_OSS
+WINDOW = CONFIG.sliding_window
 
 
 @cache

@@ -17,7 +17,15 @@ from flax import nnx
 
 from ecospec_jax.cache import KVCache, Rows
 from ecospec_jax.checkpoint import parameters
-from ecospec_jax.config import Eagle3Config, Qwen3MoeConfig, RopeConfig, SamplingConfig, SpecConfig
+from ecospec_jax.config import (
+    DeepseekV3Config,
+    Eagle3Config,
+    GptOssConfig,
+    Qwen3MoeConfig,
+    RopeConfig,
+    SamplingConfig,
+    SpecConfig,
+)
 from ecospec_jax.decoding import DecodeState, StepPlan, Verified, Weights, commit, draft, select, verify
 from ecospec_jax.generation import Answer, Batch, Generation
 from ecospec_jax.metrics import DecodeStats
@@ -57,6 +65,49 @@ DRAFTER = Eagle3Config(
     rms_norm_eps=1e-5,
     rope=RopeConfig(theta=5e3),
     boundaries=(0, 1, 2),
+)
+DEEPSEEK = DeepseekV3Config(
+    vocab_size=29,
+    hidden_size=12,
+    num_layers=3,
+    num_heads=4,
+    q_lora_rank=9,
+    kv_lora_rank=7,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=2,
+    v_head_dim=5,
+    intermediate_size=14,
+    moe_intermediate_size=10,
+    num_experts=8,
+    experts_per_token=3,
+    shared_experts=1,
+    groups=4,
+    groups_per_token=3,
+    norm_topk_prob=True,
+    routed_scaling_factor=1.5,
+    first_sparse_layer=1,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(1e3, "yarn", 4.0, 16, mscale=1.0, mscale_all_dim=1.0),
+    max_positions=96,
+    storage="plain",
+)
+GPT_OSS = GptOssConfig(
+    vocab_size=29,
+    hidden_size=12,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=6,
+    moe_intermediate_size=10,
+    num_experts=7,
+    experts_per_token=3,
+    sliding_window=4,
+    sliding_layers=(0, 2),
+    swiglu_limit=7.0,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(theta=1e4, kind="yarn", factor=4.0, original_max_positions=24, truncate=False),
+    max_positions=96,
+    expert_storage="plain",
 )
 SAMPLINGS = {
     "greedy": SamplingConfig(),

@@ -13,16 +13,7 @@ from ecospec_jax.models.transformer import DecoderLayer
 
 def _layer(config: BackboneConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> DecoderLayer:
     hidden, eps = config.hidden_size, config.rms_norm_eps
-    attention = Attention(
-        input_size=hidden,
-        hidden_size=hidden,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        qk_norm_eps=eps,
-        dtype=dtype,
-        rngs=rngs,
-    )
+    attention = Attention(config, qk_norm_eps=eps, dtype=dtype, rngs=rngs)
     norms = [RMSNorm(hidden, eps, dtype=dtype) for _ in range(2)]
     mlp = DenseMLP(hidden, config.intermediate_size, dtype=dtype, rngs=rngs)
     return DecoderLayer(norms[0], attention, norms[1], mlp)

@@ -34,15 +34,7 @@ class Eagle3(nnx.Module):
         self.fc = Linear(features, hidden, ("embed", "features"), dtype=dtype, rngs=rngs) if config.fc else None
         self.embedding_norm = RMSNorm(hidden, eps, dtype=dtype)
         self.hidden_norm = RMSNorm(hidden, eps, dtype=dtype)
-        self.attention = Attention(
-            input_size=2 * hidden,
-            hidden_size=hidden,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            dtype=dtype,
-            rngs=rngs,
-        )
+        self.attention = Attention(config, input_size=2 * hidden, dtype=dtype, rngs=rngs)
         self.mlp_norm = RMSNorm(hidden, eps, dtype=dtype)
         self.mlp = DenseMLP(hidden, config.intermediate_size, dtype=dtype, rngs=rngs)
         self.norm = RMSNorm(hidden, eps, dtype=dtype)

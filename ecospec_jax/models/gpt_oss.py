@@ -12,17 +12,7 @@ from ecospec_jax.models.transformer import DecoderLayer, Transformer
 
 def _layer(config: GptOssConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> DecoderLayer:
     hidden = config.hidden_size
-    attention = Attention(
-        input_size=hidden,
-        hidden_size=hidden,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        bias=True,
-        sinks=True,
-        dtype=dtype,
-        rngs=rngs,
-    )
+    attention = Attention(config, bias=True, sinks=True, dtype=dtype, rngs=rngs)
     router = TopKRouter(hidden, config.num_experts, config.experts_per_token, dtype=dtype, rngs=rngs)
     experts = InterleavedExperts(
         config.num_experts,

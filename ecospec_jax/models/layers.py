@@ -8,7 +8,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from ecospec_jax.cache import Buffer, RingSlots, Slots
+from ecospec_jax.cache import Buffer, BufferShapes, RingSlots, Slots
+from ecospec_jax.config import BackboneConfig, Eagle3Config, GptOssConfig, Qwen3MoeConfig
 from ecospec_jax.kernels import Fp8, Matrix, Plain, dense
 from ecospec_jax.models.matrices import MATRICES, Fp8Matrix, Mxfp4Matrix, Storage, parameter
 from ecospec_jax.models.rope import rotate
@@ -103,24 +104,24 @@ class Attention(nnx.Module):
 
     def __init__(
         self,
+        config: Qwen3MoeConfig | GptOssConfig | Eagle3Config | BackboneConfig,
         *,
-        input_size: int,
-        hidden_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
         dtype: jnp.dtype,
         rngs: nnx.Rngs,
+        input_size: int | None = None,
         qk_norm_eps: float | None = None,
         bias: bool = False,
         sinks: bool = False,
     ) -> None:
-        """`input_size` differs from `hidden_size` where embedding and hidden state are concatenated (EAGLE-3)."""
+        """`input_size` differs from the hidden size where embedding and hidden state are concatenated (EAGLE-3)."""
+        num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         heads, kv_heads = num_heads * head_dim, num_kv_heads * head_dim
-        self.q = Linear(input_size, heads, ("heads", "embed"), dtype=dtype, rngs=rngs, bias=bias)
-        self.k = Linear(input_size, kv_heads, ("kv_heads", "embed"), dtype=dtype, rngs=rngs, bias=bias)
-        self.v = Linear(input_size, kv_heads, ("kv_heads", "embed"), dtype=dtype, rngs=rngs, bias=bias)
-        self.o = Linear(heads, hidden_size, ("embed", "heads"), dtype=dtype, rngs=rngs, bias=bias)
+        inputs = config.hidden_size if input_size is None else input_size
+        linear = partial(Linear, dtype=dtype, rngs=rngs, bias=bias)
+        self.q = linear(inputs, heads, ("heads", "embed"))
+        self.k = linear(inputs, kv_heads, ("kv_heads", "embed"))
+        self.v = linear(inputs, kv_heads, ("kv_heads", "embed"))
+        self.o = linear(heads, config.hidden_size, ("embed", "heads"))
         normed = qk_norm_eps is not None
         self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, axis="head_dim") if normed else None
         self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, axis="head_dim") if normed else None
@@ -128,7 +129,7 @@ class Attention(nnx.Module):
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
 
     @property
-    def cached(self) -> tuple[tuple[int, int], tuple[int, int]]:
+    def cached(self) -> BufferShapes:
         """(heads, channels) of keys and of values."""
         shape = self.num_kv_heads, self.head_dim
         return shape, shape

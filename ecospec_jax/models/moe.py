@@ -177,11 +177,11 @@ class MoELayer(nnx.Module):
         self, x_TD: Float[Array, "rows hidden"], ids_TK: Int[Array, "rows k"], weights_TK: Float[Array, "rows k"]
     ) -> Float[Array, "rows hidden"]:
         """What the chosen experts add."""
-        op = partial(grouped_experts, activation=self.activation)
+        op, experts = partial(grouped_experts, activation=self.activation), self.experts.weights
         if self.placement is None:
-            return op(x_TD, ids_TK, weights_TK, self.experts.weights)
+            return op(x_TD, ids_TK, weights_TK, experts)
         specs = self.experts.arranged(self.placement.spec_of)
-        return self.placement.experts_apart(op, x_TD, ids_TK, weights_TK, self.experts.weights, specs)
+        return self.placement.experts_apart(op, x_TD, ids_TK, weights_TK, experts, specs)
 
 
 def spread(module: nnx.Module, placement: Placement | None) -> None:

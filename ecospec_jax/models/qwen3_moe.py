@@ -11,17 +11,7 @@ from ecospec_jax.models.transformer import DecoderLayer, Transformer
 
 def _layer(config: Qwen3MoeConfig, *, sparse: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> DecoderLayer:
     hidden, eps = config.hidden_size, config.rms_norm_eps
-    attention = Attention(
-        input_size=hidden,
-        hidden_size=hidden,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        qk_norm_eps=eps,
-        bias=config.attention_bias,
-        dtype=dtype,
-        rngs=rngs,
-    )
+    attention = Attention(config, qk_norm_eps=eps, bias=config.attention_bias, dtype=dtype, rngs=rngs)
     if sparse:
         router = SoftmaxRouter(
             hidden,

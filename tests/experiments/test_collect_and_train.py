@@ -21,6 +21,7 @@ from ecospec_jax.predictor_checkpoint import load_predictors
 from ecospec_jax.training.traces import Trace, read_manifest, read_traces, split_by_prompt, write_manifest
 from ecospec_jax.training.trainer import Trainer
 from experiments import collect_traces, train_predictor
+from tests.complaints import complaint
 from tests.parity.compare import causal_rows
 from tests.tiny import quick_compilation
 from tests.tiny_predictors import TARGET, make_target, write_converted
@@ -98,15 +99,6 @@ def collected(world: World, tmp_path_factory) -> Path:
 
 def files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
-
-
-def complaint(run: Callable[[], None], capsys) -> str:
-    """The one line that a command prints about bad input, with exit code 2."""
-    with pytest.raises(SystemExit) as caught:
-        run_command(run)
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert caught.value.code == 2 and len(lines) == 1 and lines[0].startswith("error: "), lines
-    return lines[0].removeprefix("error: ")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

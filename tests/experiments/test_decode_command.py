@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ecospec_jax.errors import run_command
 from experiments import decode
+from tests.complaints import complaint
 from tests.tiny import compiling_quickly
 
 ROOT = Path(__file__).parents[2]
@@ -102,11 +102,7 @@ def truncated(converted_tiny: Path, tmp_path: Path) -> Path:
 
 def complaint_of(settings: decode.Settings, capsys: pytest.CaptureFixture[str]) -> str:
     """Runs the job as the command does; returns its one line of complaint."""
-    with pytest.raises(SystemExit) as caught:
-        run_command(lambda: decode.run(settings))
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert caught.value.code == 2 and len(lines) == 1
-    return lines[0]
+    return complaint(lambda: decode.run(settings), capsys)
 
 
 @pytest.mark.parametrize(

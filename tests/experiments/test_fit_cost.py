@@ -1,7 +1,6 @@
 """The fit of seconds: what is measured, what is refused, and that decoding takes the result."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,10 @@ import pytest
 
 from ecospec_jax import Decoder, SpecConfig
 from ecospec_jax.cost import CostModel, read_cost, write_cost
-from ecospec_jax.errors import UserError, run_command
+from ecospec_jax.errors import UserError
 from experiments import decode, fit_cost
 from experiments.fit_cost import Sample, Settings, fit, measure
+from tests.complaints import complaint
 from tests.tiny import quick_compilation
 from tests.tiny_predictors import ROUTING, write_converted
 
@@ -51,14 +51,6 @@ def test_fit_and_what_it_refuses() -> None:
     falling = [replace(one, seconds=1e-3 / one.pairs) for one in samples]
     with pytest.raises(UserError, match="4 verifications do not show what a pass and an expert cost"):
         fit(falling, 2)
-
-
-def complaint(call: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as caught:
-        run_command(call)
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert caught.value.code == 2 and len(lines) == 1
-    return lines[0]
 
 
 def test_writes_a_cost_model_that_decoding_takes(

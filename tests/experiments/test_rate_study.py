@@ -1,7 +1,6 @@
 """The study of selection by rate: one command, resumed part by part, and what it refuses."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from ecospec_jax.errors import run_command
 from ecospec_jax.metrics import DecodeStats
 from experiments import rate_measure, rate_study, replay_contenders
 from experiments.rate_measure import Candidate, candidates, over_plain
+from tests.complaints import complaint
 from tests.tiny import quick_compilation
 from tests.tiny_predictors import write_converted
 
@@ -125,14 +125,6 @@ def test_wall_clock(settings: rate_study.Settings, monkeypatch: pytest.MonkeyPat
     assert all(row["same_tokens"] and row["batches"] == 2 and row["tokens_per_second"] > 0 for row in rows)
     assert rows[0]["speed"] == {"middle": 1, "low": 1, "high": 1} and rows[0]["tau"] == 1
     assert "Wall clock, experts widened by 8, T 0, batch 2 (2 batches)" in (settings.out / "rate_study.md").read_text()
-
-
-def complaint(run: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as caught:
-        run_command(run)
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert caught.value.code == 2 and len(lines) == 1
-    return lines[0]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """A replay does what live decoding does, step by step; recordings; the command and what it refuses."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from flax import nnx
 from ecospec_jax import Decoder, SamplingConfig, SpecConfig
 from ecospec_jax.adaptation import Adaptation
 from ecospec_jax.cost import CostModel, byte_model
-from ecospec_jax.errors import UserError, run_command
+from ecospec_jax.errors import UserError
 from ecospec_jax.generation import Answer, Batch
 from ecospec_jax.methods import get_method
 from ecospec_jax.models.predictor import Predictor, Previous
@@ -26,6 +25,7 @@ from experiments.intervals import difference_interval, ratio_interval
 from experiments.recording import Recorder, Recording, header_of, read_recordings, write_recording
 from experiments.replay_costs import OWN, cost_model, full_target
 from experiments.replay_walk import Steps, make_plan, make_tape, walk
+from tests.complaints import complaint
 from tests.tiny import CAPACITY, PROMPTS, SCRIPT_WIDTH, quick_compilation, scripted_drafter
 from tests.tiny_predictors import (
     ROUTING,
@@ -320,14 +320,6 @@ def test_the_command_writes_everything(settings: replay.Settings) -> None:
     table = (settings.out / "replay.md").read_text()
     assert "| likelihood, budget 4 |" in table and "| rate oracle | oracle |" in table
     assert (settings.out / "replay.png").read_bytes().startswith(b"\x89PNG")
-
-
-def complaint(run: Callable[[], None], capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as caught:
-        run_command(run)
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert caught.value.code == 2 and len(lines) == 1
-    return lines[0]
 
 
 @pytest.mark.parametrize(

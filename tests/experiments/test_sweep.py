@@ -3,7 +3,6 @@
 import json
 import runpy
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,10 @@ from hypothesis import strategies as st
 from ecospec_jax import Decoder, SpecConfig
 from ecospec_jax.config import TokenTableConfig
 from ecospec_jax.cost import byte_model
-from ecospec_jax.errors import run_command
 from ecospec_jax.predictor_checkpoint import save_predictors
 from experiments import sweep
 from tests import tiny_predictors
+from tests.complaints import complaint
 from tests.tiny import quick_compilation
 from tests.tiny_predictors import ROUTING, TARGET, random_ids, write_converted
 
@@ -92,15 +91,6 @@ def settings(world: World, tmp_path) -> sweep.Settings:
         max_new_tokens=8,
         out=tmp_path / "sweep",
     )
-
-
-def complaint(run: Callable[[], None], capsys) -> str:
-    """The one line that a command prints about bad input, with exit code 2."""
-    with pytest.raises(SystemExit) as caught:
-        run_command(run)
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert caught.value.code == 2 and len(lines) == 1 and lines[0].startswith("error: "), lines
-    return lines[0].removeprefix("error: ")
 
 
 def test_grid(settings: sweep.Settings) -> None:

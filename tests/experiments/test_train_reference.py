@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from ecospec_jax.training.trainer import Trainer
 from experiments import train_reference
 from experiments.reference_tokenizer import HARMONY
 from experiments.references import REFERENCES, Reference
+from tests.complaints import complaint
 from tests.parity.compare import causal_rows
 from tests.tiny import quick_compilation
 from tests.training.models import GPT_OSS, stored
@@ -186,14 +186,6 @@ def test_an_interrupted_training_continues(text: Path, trained: Path, tmp_path, 
     assert len(taken) == DRAFTER_STEPS
     for file in ("target/model.safetensors", "drafter/model.safetensors", "target/tokenizer.json"):
         assert (wanted.out / file).read_bytes() == (trained / file).read_bytes()
-
-
-def complaint(run: Callable[[], None], capsys) -> str:
-    with pytest.raises(SystemExit) as caught:
-        run_command(run)
-    lines = capsys.readouterr().err.strip().splitlines()
-    assert caught.value.code == 2 and len(lines) == 1
-    return lines[0].removeprefix("error: ")
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,11 @@ import jax.numpy as jnp
 import torch
 import transformers
 
-from ecospec_jax.config import DeepseekV3Config, RopeConfig
+from ecospec_jax.config import DeepseekV3Config
 from ecospec_jax.models import abstract
 from ecospec_jax.models.deepseek_v3 import DeepseekV3
 from ecospec_jax.models.transformer import DecoderLayer
-from tests.parity.torch_targets import TorchWeights, put_ends
+from tests.parity.torch_targets import TorchWeights, put_ends, put_experts, rope_of
 
 # No two dimensions are equal, nor heads * value channels, latent + rope channels, or twice the expert width.
 SIZES = dict(
@@ -103,19 +103,13 @@ def put_layer(weights: TorchWeights, layer: DecoderLayer, prefix: str) -> None:
         inner = "" if layer.moe is None else "shared_experts."
         put(getattr(mlp, name).weight, f"{prefix}mlp.{inner}{name}_proj.weight")
     if layer.moe is not None:
-        experts, fused = layer.moe.experts, prefix + "mlp.experts.gate_up_proj"
-        width = experts.gate.weight.shape[1]
         put(layer.moe.router.gate.weight, prefix + "mlp.gate.weight")
         put(layer.moe.router.bias, prefix + "mlp.gate.e_score_correction_bias")
-        put(experts.gate.weight, fused, slice(0, width), axis=1)
-        put(experts.up.weight, fused, slice(width, None), axis=1)
-        put(experts.down.weight, prefix + "mlp.experts.down_proj")
-        del weights.unused[fused]
+        put_experts(weights, layer.moe.experts, prefix + "mlp.experts.")
 
 
 def config_of(config: transformers.DeepseekV3Config) -> DeepseekV3Config:
     """Our form of a transformers config, spelled out here a second time."""
-    rope = dict(config.rope_parameters)
     return DeepseekV3Config(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -137,14 +131,7 @@ def config_of(config: transformers.DeepseekV3Config) -> DeepseekV3Config:
         routed_scaling_factor=config.routed_scaling_factor,
         first_sparse_layer=config.first_k_dense_replace,
         rms_norm_eps=config.rms_norm_eps,
-        rope=RopeConfig(
-            theta=rope["rope_theta"],
-            kind=rope["rope_type"],
-            factor=rope.get("factor", 1.0),
-            original_max_positions=rope.get("original_max_position_embeddings"),
-            mscale=rope.get("mscale"),
-            mscale_all_dim=rope.get("mscale_all_dim"),
-        ),
+        rope=rope_of(config),
         max_positions=config.max_position_embeddings,
         storage="plain",
         tie_embeddings=config.tie_word_embeddings,

@@ -5,9 +5,9 @@ import torch
 import transformers
 from flax import nnx
 
-from ecospec_jax.config import GptOssConfig, RopeConfig
+from ecospec_jax.config import GptOssConfig
 from ecospec_jax.models.gpt_oss import GptOss
-from tests.parity.torch_targets import TorchWeights, put_common
+from tests.parity.torch_targets import TorchWeights, put_common, rope_of
 
 # No two dimensions are equal, nor are heads * head_dim (60), kv_heads * head_dim (20) or twice the expert width (56).
 SIZES = dict(
@@ -84,7 +84,6 @@ def to_jax(model: transformers.GptOssForCausalLM) -> GptOss:
 
 def config_of(config: transformers.GptOssConfig) -> GptOssConfig:
     """Our form of a transformers config, spelled out here a second time."""
-    rope = dict(config.rope_parameters)
     return GptOssConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -99,13 +98,7 @@ def config_of(config: transformers.GptOssConfig) -> GptOssConfig:
         sliding_layers=tuple(i for i, kind in enumerate(config.layer_types) if kind == "sliding_attention"),
         swiglu_limit=config.swiglu_limit,
         rms_norm_eps=config.rms_norm_eps,
-        rope=RopeConfig(
-            theta=rope["rope_theta"],
-            kind=rope["rope_type"],
-            factor=rope.get("factor", 1.0),
-            original_max_positions=rope.get("original_max_position_embeddings"),
-            truncate=rope.get("truncate", True),
-        ),
+        rope=rope_of(config),
         max_positions=config.max_position_embeddings,
         expert_storage="plain",
         tie_embeddings=config.tie_word_embeddings,

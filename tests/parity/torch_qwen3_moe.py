@@ -5,9 +5,9 @@ import torch
 import transformers
 from flax import nnx
 
-from ecospec_jax.config import Qwen3MoeConfig, RopeConfig
+from ecospec_jax.config import Qwen3MoeConfig
 from ecospec_jax.models.qwen3_moe import Qwen3Moe
-from tests.parity.torch_targets import TorchWeights, put_common
+from tests.parity.torch_targets import TorchWeights, put_common, put_experts, rope_of
 
 # No two dimensions are equal, nor are heads * head_dim (60), kv_heads * head_dim (20) or twice the expert width (56).
 SIZES = dict(
@@ -65,19 +65,14 @@ def to_jax(model: transformers.Qwen3MoeForCausalLM) -> Qwen3Moe:
             for name in ("gate", "up", "down"):
                 put(getattr(layer.mlp, name).weight, f"{prefix}mlp.{name}_proj.weight")
         else:
-            width = config.moe_intermediate_size
             put(layer.moe.router.gate.weight, prefix + "mlp.gate.weight")
-            put(layer.moe.experts.gate.weight, prefix + "mlp.experts.gate_up_proj", slice(0, width), axis=1)
-            put(layer.moe.experts.up.weight, prefix + "mlp.experts.gate_up_proj", slice(width, None), axis=1)
-            put(layer.moe.experts.down.weight, prefix + "mlp.experts.down_proj")
-            del unused[prefix + "mlp.experts.gate_up_proj"]
+            put_experts(weights, layer.moe.experts, prefix + "mlp.experts.")
     assert not unused, sorted(unused)
     return ours
 
 
 def config_of(config: transformers.Qwen3MoeConfig) -> Qwen3MoeConfig:
     """Our form of a transformers config, spelled out here a second time."""
-    rope = dict(config.rope_parameters)
     layers = range(config.num_hidden_layers)
     return Qwen3MoeConfig(
         vocab_size=config.vocab_size,
@@ -92,12 +87,7 @@ def config_of(config: transformers.Qwen3MoeConfig) -> Qwen3MoeConfig:
         experts_per_token=config.num_experts_per_tok,
         norm_topk_prob=config.norm_topk_prob,
         rms_norm_eps=config.rms_norm_eps,
-        rope=RopeConfig(
-            theta=rope["rope_theta"],
-            kind=rope["rope_type"],
-            factor=rope.get("factor", 1.0),
-            original_max_positions=rope.get("original_max_position_embeddings"),
-        ),
+        rope=rope_of(config),
         max_positions=config.max_position_embeddings,
         dense_layers=tuple(
             i for i in layers if i in config.mlp_only_layers or (i + 1) % config.decoder_sparse_step != 0

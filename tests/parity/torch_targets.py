@@ -8,6 +8,8 @@ import torch
 import transformers
 from flax import nnx
 
+from ecospec_jax.config import RopeConfig
+from ecospec_jax.models.moe import Experts
 from ecospec_jax.models.transformer import Transformer
 
 
@@ -33,6 +35,29 @@ def put_ends(weights: TorchWeights, ours: Transformer) -> None:
         weights.unused.pop("lm_head.weight", None)
     else:
         weights.put(ours.head.weight, "lm_head.weight")
+
+
+def rope_of(config: transformers.PreTrainedConfig) -> RopeConfig:
+    """Our form of a transformers config's rope."""
+    rope = dict(config.rope_parameters)
+    return RopeConfig(
+        theta=rope["rope_theta"],
+        kind=rope["rope_type"],
+        factor=rope.get("factor", 1.0),
+        original_max_positions=rope.get("original_max_position_embeddings"),
+        truncate=rope.get("truncate", True),
+        mscale=rope.get("mscale"),
+        mscale_all_dim=rope.get("mscale_all_dim"),
+    )
+
+
+def put_experts(weights: TorchWeights, experts: Experts, prefix: str) -> None:
+    """Experts whose gate rows, then up rows, are one tensor."""
+    fused, width = prefix + "gate_up_proj", experts.gate.weight.shape[1]
+    weights.put(experts.gate.weight, fused, slice(0, width), axis=1)
+    weights.put(experts.up.weight, fused, slice(width, None), axis=1)
+    weights.put(experts.down.weight, prefix + "down_proj")
+    del weights.unused[fused]
 
 
 def put_common(weights: TorchWeights, ours: Transformer) -> None:

@@ -1,5 +1,7 @@
 """The trainers know targets and drafters by their interfaces only: every family learns, prepared layers and all."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from flax import nnx
 
 from ecospec_jax.checkpoint import borrowed_parameters, parameters
-from ecospec_jax.config import DeepseekV3Config, ModelConfig, MtpConfig, RopeConfig
+from ecospec_jax.config import ModelConfig, MtpConfig
 from ecospec_jax.models import DRAFTERS, TARGETS
 from ecospec_jax.training.drafter import drafter_loss, lessons
 from ecospec_jax.training.experts import prepare
@@ -18,31 +20,7 @@ from tests import tiny
 from tests.tiny import quick_compilation
 
 __all__ = ["quick_compilation"]
-DEEPSEEK = DeepseekV3Config(
-    vocab_size=29,
-    hidden_size=12,
-    num_layers=2,
-    num_heads=4,
-    q_lora_rank=9,
-    kv_lora_rank=7,
-    qk_nope_head_dim=6,
-    qk_rope_head_dim=2,
-    v_head_dim=5,
-    intermediate_size=14,
-    moe_intermediate_size=10,
-    num_experts=8,
-    experts_per_token=3,
-    shared_experts=1,
-    groups=4,
-    groups_per_token=3,
-    norm_topk_prob=True,
-    routed_scaling_factor=1.5,
-    first_sparse_layer=1,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(1e3, "yarn", 4.0, 16, mscale=1.0, mscale_all_dim=1.0),
-    max_positions=96,
-    storage="plain",
-)
+DEEPSEEK = replace(tiny.DEEPSEEK, num_layers=2)
 PACKED = pack_documents([((3 + np.arange(11) * step) % 29).tolist() for step in range(1, 9)], 24)
 CHOSEN_WITH = "moe.router.bias"  # DeepSeek's, which the choice of experts depends on, but no derivative
 
