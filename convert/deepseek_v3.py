@@ -50,6 +50,13 @@ _FP8 = {  # what this project implements; the keys that a quantization_config ma
     "expert_dtype": "fp8",
     "dequantize": False,
 }
+QUANTISATION = {  # of a checkpoint that is written; scales are powers of two, stored as float32
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+    "scale_fmt": "ue8m0",
+}
 _SCALE_FORMATS = ("float", "ue8m0")
 _MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 

@@ -1,27 +1,36 @@
-"""The way back: models of this project as published checkpoints. Floating-point tensors are written in bfloat16."""
+"""The way back: models of this project as published checkpoints.
+
+Floating-point tensors are written in bfloat16 but for those that have a dtype of their own, such as FP8 codes.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from convert import eagle3, gpt_oss
+from convert import deepseek_v3, eagle3, gpt_oss
 from convert.assembly import translate
 from convert.safetensors_reader import SINGLE_FILE
 from convert.safetensors_writer import write_safetensors
-from ecospec_jax.checkpoint import borrowed_parameters, parameters
-from ecospec_jax.config import Eagle3Config, GptOssConfig
+from ecospec_jax.checkpoint import borrowed_parameters, parameters, published_dtypes
+from ecospec_jax.config import DeepseekV3Config, Eagle3Config, GptOssConfig
 
 Tensors = dict[str, np.ndarray]
 
 
-def export_target(model: Any, folder: Path, *, eos_token_ids: Sequence[int], pad_token_id: int) -> None:
-    """Writes config, generation config and tensors of a target into a folder; the first EOS id is the main one."""
+def export_target(
+    model: Any, folder: Path, *, eos_token_ids: Sequence[int], pad_token_id: int, mtp: Any = None
+) -> None:
+    """Writes config, generation config and tensors of a target into a folder; the first EOS id is the main one.
+
+    `mtp` is the MTP module that belongs to a DeepSeek-V3 target: the layer behind its last.
+    """
     config, tensors = _EXPORTS[model.config.family](model)
+    if mtp is not None:
+        config |= {"num_nextn_predict_layers": 1}
+        tensors |= _deepseek_v3_tensors(mtp, mtp_layer=model.config.num_layers)
     tokens = {"eos_token_id": eos_token_ids[0], "pad_token_id": pad_token_id}
     _write(folder, {**config, **tokens}, tensors)
     generation = {**tokens, "eos_token_id": list(eos_token_ids)}
@@ -39,19 +48,19 @@ def _write(folder: Path, config: Mapping[str, Any], tensors: Tensors) -> None:
     write_safetensors(folder / SINGLE_FILE, tensors)
 
 
-def _tensors(model: Any, names: Mapping[str, str], unnamed: Sequence[str] = ()) -> Tensors:
-    """The model's own parameters under their published names."""
-    left_out = {*borrowed_parameters(model.config), *unnamed}
-
-    def stored(value: jax.Array) -> np.ndarray:
-        floating = jnp.issubdtype(value.dtype, jnp.floating)
-        return np.asarray(value.astype(jnp.bfloat16) if floating else value)
-
+def _parameters(model: Any) -> Tensors:
+    """The model's own parameters, by path, in the dtypes they are published in."""
+    dtypes, borrowed = published_dtypes(model.config), borrowed_parameters(model.config)
     return {
-        translate(path, names): stored(variable.get_value())
+        path: np.asarray(variable.get_value().astype(dtypes[path]))
         for path, variable in parameters(model).items()
-        if path not in left_out
+        if path not in borrowed
     }
+
+
+def _tensors(model: Any, names: Mapping[str, str]) -> Tensors:
+    """The same under their published names."""
+    return {translate(path, names): value for path, value in _parameters(model).items()}
 
 
 def _gpt_oss(model: Any) -> tuple[dict[str, Any], Tensors]:
@@ -135,12 +144,80 @@ def _eagle3(model: Any) -> tuple[dict[str, Any], Tensors]:
             "norm_before_fc": config.norm_before_fc,
         },
     }
-    named = _tensors(model, eagle3.NAMES, unnamed=["target_ids"])
-    tensors = {name.replace("layer.", "midlayer.", 1): value for name, value in named.items()}
-    target_ids = np.asarray(model.target_ids.get_value()).astype(np.int64)
+    own = _parameters(model)
+    target_ids = own.pop("target_ids").astype(np.int64)
+    tensors = {translate(path, eagle3.NAMES).replace("layer.", "midlayer.", 1): value for path, value in own.items()}
     tensors["d2t"] = target_ids - np.arange(len(target_ids))
     tensors["t2d"] = np.isin(np.arange(config.vocab_size), target_ids)
     return values, tensors
 
 
-_EXPORTS: dict[str, Callable[[Any], tuple[dict[str, Any], Tensors]]] = {"gpt_oss": _gpt_oss, "eagle3": _eagle3}
+def _deepseek_v3(model: Any) -> tuple[dict[str, Any], Tensors]:
+    config: DeepseekV3Config = model.config
+    rope = config.rope
+    if config.storage != "fp8" or rope.kind != "yarn":
+        raise ValueError("DeepSeek-V3 is published with fp8 matrices and yarn rope")
+    values = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "first_k_dense_replace": config.first_sparse_layer,
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "kv_lora_rank": config.kv_lora_rank,
+        "max_position_embeddings": config.max_positions,
+        "moe_intermediate_size": config.moe_intermediate_size,
+        "moe_layer_freq": 1,
+        "n_group": config.groups,
+        "n_routed_experts": config.num_experts,
+        "n_shared_experts": config.shared_experts,
+        "norm_topk_prob": config.norm_topk_prob,
+        "num_attention_heads": config.num_heads,
+        "num_experts_per_tok": config.experts_per_token,
+        "num_hidden_layers": config.num_layers,
+        "num_key_value_heads": config.num_heads,
+        "num_nextn_predict_layers": 0,
+        "q_lora_rank": config.q_lora_rank,
+        "qk_nope_head_dim": config.qk_nope_head_dim,
+        "qk_rope_head_dim": config.qk_rope_head_dim,
+        "quantization_config": deepseek_v3.QUANTISATION,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": rope.factor,
+            "original_max_position_embeddings": rope.original_max_positions,
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            "mscale": rope.mscale,
+            "mscale_all_dim": rope.mscale_all_dim,
+        },
+        "rope_theta": rope.theta,
+        "routed_scaling_factor": config.routed_scaling_factor,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": config.tie_embeddings,
+        "topk_group": config.groups_per_token,
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+        "v_head_dim": config.v_head_dim,
+        "vocab_size": config.vocab_size,
+    }
+    return values, _deepseek_v3_tensors(model)
+
+
+def _deepseek_v3_tensors(model: Any, mtp_layer: int | None = None) -> Tensors:
+    """Every expert is a tensor of its own."""
+    tensors = {}
+    for path, value in _parameters(model).items():
+        name = deepseek_v3.tensor_name(path, mtp_layer)
+        one_by_one = "{expert}" in name
+        tensors |= {name.format(expert=i): part for i, part in enumerate(value)} if one_by_one else {name: value}
+    return tensors
+
+
+_EXPORTS: dict[str, Callable[[Any], tuple[dict[str, Any], Tensors]]] = {
+    "gpt_oss": _gpt_oss,
+    "deepseek_v3": _deepseek_v3,
+    "eagle3": _eagle3,
+}

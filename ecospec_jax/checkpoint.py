@@ -164,6 +164,12 @@ def stored_parameters(
     return module, {path: variable for path, variable in parameters(module).items() if path not in borrowed}
 
 
+def published_dtypes(config: ModelConfig | DrafterConfig) -> dict[str, np.dtype]:
+    """What each parameter is published in: bfloat16 but for those that have a dtype of their own."""
+    module = abstract(config, jnp.dtype(jnp.bfloat16))
+    return {path: variable.get_value().dtype for path, variable in parameters(module).items()}
+
+
 def borrowed_parameters(config: ModelConfig | DrafterConfig | PredictorConfig) -> tuple[str, ...]:
     """Parameters that a drafter or predictor takes from its target."""
     if isinstance(config, Eagle3Config | MtpConfig):

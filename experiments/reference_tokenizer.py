@@ -44,6 +44,19 @@ HARMONY = ChatFormat(
     ),
 )
 """gpt-oss's, answering in the final channel at once."""
+DEEPSEEK = ChatFormat(
+    padding="<｜▁pad▁｜>",
+    specials=("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "</think>"),
+    end="<｜end▁of▁sentence｜>",
+    template=(
+        "{{ '<｜begin▁of▁sentence｜>' }}{% for m in messages %}"
+        "{% if m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}"
+        "{% elif m['role'] == 'assistant' %}{{ '<｜Assistant｜></think>' + m['content'] + '<｜end▁of▁sentence｜>' }}"
+        "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<｜Assistant｜></think>' }}{% endif %}"
+    ),
+)
+"""DeepSeek-V3.1's, answering without thinking."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, chat: ChatFormat, max_tokens: int, folder: Path) -> None:

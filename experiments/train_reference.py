@@ -22,7 +22,6 @@ from rich.console import Console
 from convert.export import export_drafter, export_target
 from ecospec_jax import UserError
 from ecospec_jax.checkpoint import TOKENIZER, borrow
-from ecospec_jax.config import DrafterConfig, ModelConfig
 from ecospec_jax.errors import reported_as_user_error, run_command
 from ecospec_jax.models import DRAFTERS, TARGETS
 from ecospec_jax.tokenizer import Tokenizer
@@ -59,8 +58,6 @@ class Settings:
     """Sequences per step."""
     length: int = 256
     """Tokens of a sequence; longer documents are cut."""
-    quantised_share: float = 0.4
-    """Share of the target's training, its last, in which experts compute with the numbers they will be stored as."""
     muon_rate: float = 0.02
     """Learning rate of matrices."""
     adam_rate: float = 3e-3
@@ -139,8 +136,9 @@ def pack_text(settings: Settings, prompts: dict[str, list[Prompt]], tokenizer: T
     return Text(pack_documents(training, settings.length), held_out)
 
 
-def train_target(settings: Settings, config: ModelConfig, text: Text, folder: Path, console: Console) -> Any:
-    """The target with plain expert matrices, trained at first as it is, then with its experts' numbers rounded."""
+def train_target(settings: Settings, reference: Reference, text: Text, folder: Path, console: Console) -> Any:
+    """The target with plain matrices, trained at first as it is, then perhaps with its experts' numbers rounded."""
+    config = reference.target
     steps = settings.tokens // (settings.batch_size * settings.length)
     model = TARGETS[config.family](config, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(settings.seed))
     form = nnx.graphdef(model)  # that of decoding, in which the model is judged
@@ -151,7 +149,8 @@ def train_target(settings: Settings, config: ModelConfig, text: Text, folder: Pa
 
     rates = {"muon_rate": settings.muon_rate, "adam_rate": settings.adam_rate}
     feed, every = partial(shuffled, settings, text), settings.checkpoint_every
-    for quantised, last in ((False, round((1 - settings.quantised_share) * steps)), (True, steps)):
+    plain = round((1 - reference.rounded_share) * steps)
+    for quantised, last in ((False, plain), (True, steps)) if plain < steps else ((False, steps),):
         console.print(f"target, {'rounded' if quantised else 'plain'} experts")
         trainer = Trainer(prepare(model, quantised=quantised), optimiser(steps=steps, **rates), training_loss)
         train(trainer, feed, steps=last, checkpoints=folder / "target", every=every, report=report, console=console)
@@ -164,12 +163,17 @@ def spelled(by_file: dict[str, float]) -> str:
 
 
 def train_drafter(
-    settings: Settings, config: DrafterConfig, target: Any, text: Text, folder: Path, console: Console
+    settings: Settings, reference: Reference, target: Any, text: Text, folder: Path, console: Console
 ) -> tuple[Any, dict[str, tuple[float, ...]]]:
-    """A drafter for the frozen target, and by file and draft step how often it agrees with it on held-out text."""
+    """A drafter for the frozen target, and by file and draft step how often it agrees with it on held-out text.
+
+    The drafter as published; what it borrows from the target is the target's.
+    """
+    config = reference.drafter
     steps = settings.drafter_tokens // (settings.batch_size * settings.length)
     drafter = DRAFTERS[config.family](config, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(settings.seed))
     borrow(drafter, config, target)
+    form = nnx.graphdef(drafter)  # that of decoding, in which the drafter is judged
     prepare(drafter, quantised=False)
     if drafter.proposable < target.config.vocab_size:
         commonest = most_frequent(text.training, target.config.vocab_size, drafter.proposable)
@@ -181,14 +185,16 @@ def train_drafter(
     def feed(first: int) -> Iterator[Lessons]:
         return (teach(packed) for packed in shuffled(settings, text, first))
 
-    def agreements() -> dict[str, tuple[float, ...]]:
-        model = trainer.model
+    def agreements(model: Any) -> dict[str, tuple[float, ...]]:
         return {
             name: tuple(evaluate(agreement, model, teach(packed)).tolist()) for name, packed in text.held_out.items()
         }
 
     def report(step: int, loss: float) -> None:
-        shares = ", ".join(f"{name} {' '.join(f'{share:.2f}' for share in by)}" for name, by in agreements().items())
+        judged = nnx.merge(form, nnx.state(trainer.model))
+        shares = ", ".join(
+            f"{name} {' '.join(f'{share:.2f}' for share in by)}" for name, by in agreements(judged).items()
+        )
         console.print(f"step {step}: loss {loss:.3f}; agreement: {shares}")
 
     rates = {"muon_rate": settings.muon_rate, "adam_rate": settings.adam_rate}
@@ -196,7 +202,8 @@ def train_drafter(
     trainer = Trainer(drafter, optimiser(steps=steps, **rates), drafter_loss)
     console.print("drafter")
     train(trainer, feed, steps=steps, checkpoints=folder / "drafter", every=every, report=report, console=console)
-    return trainer.model, agreements()
+    result = published(trainer.model, reference.published_drafter)
+    return result, agreements(result)
 
 
 def shuffled(settings: Settings, text: Text, first: int) -> Iterator[Packed]:
@@ -213,14 +220,16 @@ def losses(model: Any, held_out: dict[str, Packed]) -> dict[str, float]:
 def write_checkpoints(
     settings: Settings, reference: Reference, target: Any, drafter: Any, tokenizer: Tokenizer, folder: Path
 ) -> None:
-    """Writes `target` and `drafter`, both or none."""
+    """Writes `target` and, unless it is an MTP module, `drafter`, all or nothing."""
     unfinished = settings.out.with_name(f"{settings.out.name}.partial")
     with reported_as_user_error(f"{unfinished}: cannot be written", OSError):
         shutil.rmtree(unfinished, ignore_errors=True)
         shutil.copytree(folder / TOKENIZER, unfinished / "target")
         end, padding = (tokenizer.encode(token)[0] for token in (reference.chat.end, reference.chat.padding))
-        export_target(target, unfinished / "target", eos_token_ids=[end, padding], pad_token_id=padding)
-        export_drafter(drafter, unfinished / "drafter")
+        mtp = drafter if reference.drafter.family == "mtp" else None  # which is a layer of the target's checkpoint
+        export_target(target, unfinished / "target", mtp=mtp, eos_token_ids=[end, padding], pad_token_id=padding)
+        if mtp is None:
+            export_drafter(drafter, unfinished / "drafter")
         unfinished.rename(settings.out)
 
 
@@ -230,8 +239,6 @@ def check(settings: Settings) -> Reference:
     for name in ("tokens", "drafter_tokens"):
         if getattr(settings, name) < settings.batch_size * settings.length:
             raise UserError(f"--{name.replace('_', '-')} {getattr(settings, name)} are less than one step's")
-    if not 0 <= settings.quantised_share <= 1:
-        raise UserError(f"--quantised-share {settings.quantised_share} is not in 0..1")
     if settings.config not in REFERENCES:
         raise UserError(f"unknown --config '{settings.config}'; known: {', '.join(REFERENCES)}")
     if settings.out.exists():
@@ -265,11 +272,11 @@ def run(settings: Settings) -> None:
     in_use = float(jnp.mean(text.training.documents_BT != PADDING))
     console.print(f"{text.training.tokens_BT.size} tokens of text, {in_use:.1%} in use")
 
-    trained = train_target(settings, reference.target, text, folder, console)
+    trained = train_target(settings, reference, text, folder, console)
     exact, target = published(trained, reference.target), published(trained, reference.published)
-    for name, model in (("expert matrices not rounded", exact), ("as published", target)):
+    for name, model in (("matrices not rounded", exact), ("as published", target)):
         console.print(f"loss on held-out text, {name}: {spelled(losses(model, text.held_out))}")
-    drafter, shares = train_drafter(settings, reference.drafter, target, text, folder, console)
+    drafter, shares = train_drafter(settings, reference, target, text, folder, console)
     write_checkpoints(settings, reference, target, drafter, tokenizer, folder)
     shutil.rmtree(folder)
     for name, by_step in shares.items():

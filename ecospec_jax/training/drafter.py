@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float
 from ecospec_jax.cache import Rows
 from ecospec_jax.models.drafter import Drafter
 from ecospec_jax.models.target import Target
+from ecospec_jax.training.experts import balance_loss
 from ecospec_jax.training.language_model import run_target
 from ecospec_jax.training.sequences import PADDING, Packed, document_rows
 
@@ -81,7 +82,8 @@ def unrolled_logits(
 def drafter_loss(drafter: Drafter, taught: Lessons) -> Float[Array, ""]:
     """Cross-entropies with the target's distribution over the draft vocabulary, weighted by step.
 
-    Rows whose likeliest token the drafter cannot propose do not count.
+    Rows whose likeliest token the drafter cannot propose do not count. A drafter with experts of its own has to keep
+    them busy in the last step.
     """
     vocabulary = drafter.vocabulary
     wanted_BTV = jax.nn.softmax(taught.logits_BTV[..., vocabulary], axis=-1)
@@ -92,7 +94,7 @@ def drafter_loss(drafter: Drafter, taught: Lessons) -> Float[Array, ""]:
         log_probs_BTV = jax.nn.log_softmax(logits_BTV, axis=-1)
         loss_BT = -jnp.sum(jnp.roll(wanted_BTV, -1 - step, axis=1) * log_probs_BTV, axis=-1)
         total += DECAY**step * jnp.sum(loss_BT * counts_BT) / jnp.maximum(jnp.sum(counts_BT), 1)
-    return total / sum(DECAY**step for step in range(STEPS))
+    return total / sum(DECAY**step for step in range(STEPS)) + balance_loss(drafter)
 
 
 def agreement(drafter: Drafter, taught: Lessons) -> Float[Array, " steps"]:

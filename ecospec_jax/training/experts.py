@@ -6,7 +6,7 @@ of rows, so the projections are batched matrix products, forwards and backwards.
 
 import math
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from ecospec_jax.kernels import Activation, ExpertWeights, Matrix
-from ecospec_jax.models.moe import MoELayer
+from ecospec_jax.models.moe import GroupedSigmoidRouter, MoELayer
 from ecospec_jax.models.transformer import DecoderLayer
 from ecospec_jax.training.quantise import straight_through
 
 CAPACITY = 1.5
+BALANCE_WEIGHT = 0.01
 ModelT = TypeVar("ModelT")
 
 
@@ -38,12 +39,21 @@ class TrainingMoE(MoELayer):
         self, x_TD: Float[Array, "rows hidden"], ids_TK: Int[Array, "rows k"], weights_TK: Float[Array, "rows k"]
     ) -> Float[Array, "rows hidden"]:
         """What the chosen experts add, as far as they have room."""
-        self.balance = BalanceLoss(balance(self.router.gate(x_TD), ids_TK))
+        uneven = balance(self.router.gate(x_TD), ids_TK)
+        if isinstance(self.router, GroupedSigmoidRouter):
+            uneven += bias_pull(self.router.bias[...], ids_TK)
+        self.balance = BalanceLoss(uneven)
         experts = self.experts.weights
         if self.quantised:
             gate_up, down = jax.tree.map(straight_through, (experts.gate_up, experts.down))
             experts = replace(experts, gate_up=gate_up, down=down)
         return capacity_experts(x_TD, ids_TK, weights_TK, experts, activation=self.activation, capacity=self.capacity)
+
+
+def balance_loss(model: Any) -> Float[Array, ""]:
+    """The mean over layers, times its weight, of what the last pass left; 0 for a model without experts."""
+    left = jax.tree.leaves(nnx.pop(model, BalanceLoss))
+    return BALANCE_WEIGHT * jnp.mean(jnp.stack(left)) if left else jnp.zeros(())
 
 
 def prepare(model: ModelT, *, quantised: bool) -> ModelT:
@@ -62,6 +72,16 @@ def balance(logits_TE: Float[Array, "rows experts"], ids_TK: Int[Array, "rows k"
     share_E = jnp.bincount(ids_TK.reshape(-1), length=experts + 1)[:experts] / (rows * ids_TK.shape[1])
     probability_TE = jax.nn.softmax(logits_TE.astype(jnp.float32), axis=-1)
     return experts * jnp.sum(share_E * jnp.sum(probability_TE * live_T[:, None], axis=0) / rows)
+
+
+def bias_pull(bias_E: Float[Array, " experts"], ids_TK: Int[Array, "rows k"]) -> Float[Array, ""]:
+    """Zero, with a derivative by which the bias of an expert falls while the expert is chosen more than others.
+
+    The bias of DeepSeek-V3 has no other derivative (its paper, section 2.1.2, moves it by the sign of this one).
+    """
+    experts = len(bias_E)
+    share_E = jnp.bincount(ids_TK.reshape(-1), length=experts + 1)[:experts] / jnp.maximum(jnp.sum(ids_TK < experts), 1)
+    return jnp.sum((bias_E - jax.lax.stop_gradient(bias_E)) * (share_E - 1 / experts))
 
 
 def capacity_experts(

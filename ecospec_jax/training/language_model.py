@@ -10,10 +10,9 @@ from jaxtyping import Array, Float
 from optax.contrib import MuonDimensionNumbers, muon
 
 from ecospec_jax.models.target import Target, TargetOutput
-from ecospec_jax.training.experts import BalanceLoss
+from ecospec_jax.training.experts import balance_loss
 from ecospec_jax.training.sequences import Packed, document_rows
 
-BALANCE_WEIGHT = 0.01
 MUON_STEPS = 4  # Newton-Schulz iterations
 FLAT_SHARE = 0.3  # of all steps, before the learning rates fall linearly to 0
 
@@ -35,10 +34,8 @@ def next_token_loss(target: Target, packed: Packed) -> Float[Array, ""]:
 
 
 def training_loss(target: Target, packed: Packed) -> Float[Array, ""]:
-    """`next_token_loss` of a target with `TrainingMoE` layers, plus their mean balance loss times its weight."""
-    loss = next_token_loss(target, packed)
-    balance = jnp.stack(jax.tree.leaves(nnx.pop(target, BalanceLoss)))
-    return loss + BALANCE_WEIGHT * jnp.mean(balance)
+    """`next_token_loss` of a target with `TrainingMoE` layers, plus their balance loss."""
+    return next_token_loss(target, packed) + balance_loss(target)
 
 
 @cache

@@ -1,44 +1,88 @@
-"""Written safetensors files are what the library writes; models that have no published form are refused."""
+"""Models written as published checkpoints and converted again: the same configs, the same numbers, bit for bit."""
 
-import ml_dtypes
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file
+from flax import nnx
+from safetensors import safe_open
 
+from convert import convert
 from convert.export import export_target
-from convert.safetensors_reader import SafetensorsReader
-from convert.safetensors_writer import write_safetensors
-from tests.tiny import quick_compilation
-from tests.training.models import make_gpt_oss
+from ecospec_jax import Decoder
+from ecospec_jax.checkpoint import parameters, published_dtypes
+from ecospec_jax.config import MtpConfig, RopeConfig
+from ecospec_jax.models.deepseek_v3 import DeepseekV3
+from ecospec_jax.models.mtp import Mtp
+from tests.parity.fp8 import CONFIG as FP8
+from tests.parity.fp8 import random_fp8
 
-__all__ = ["quick_compilation"]
-
-
-def test_written_file(tmp_path) -> None:
-    """Of every kind of tensor, in any order, also strided ones; nothing else is left in the folder."""
-    random = np.random.default_rng(0)
-    tensors = {
-        "mask": random.integers(0, 2, 3).astype(bool),
-        "blocks": random.integers(0, 256, (2, 3, 5)).astype(np.uint8),
-        "transposed": random.normal(size=(3, 4)).astype(np.float32).T,
-        "rounded": random.normal(size=(5, 2)).astype(ml_dtypes.bfloat16),
-        "offsets": np.arange(7) * 2**40,
-        "empty": np.zeros((0, 4), np.float32),
-        "scalar": np.float32(2.5).reshape(()),
-    }
-    write_safetensors(tmp_path / "model.safetensors", tensors)
-    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
-    theirs, ours = load_file(tmp_path / "model.safetensors"), SafetensorsReader(tmp_path)
-    assert theirs.keys() == ours.tensors.keys() == tensors.keys()
-    for name, value in tensors.items():
-        other = theirs[name].float().numpy() if theirs[name].dtype == torch.bfloat16 else theirs[name].numpy()
-        np.testing.assert_array_equal(other, value.astype(other.dtype))
-        assert ours.read(name).dtype == value.dtype
-        np.testing.assert_array_equal(ours.read(name), value)
+F32 = jnp.dtype("float32")
+CONFIG = replace(FP8, rope=RopeConfig(500.0, "yarn", 4.0, 16, mscale=1.0, mscale_all_dim=0.5))
 
 
-def test_a_target_without_a_published_form_is_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match="mxfp4"):
-        export_target(make_gpt_oss(), tmp_path / "target", eos_token_ids=[1], pad_token_id=0)
-    assert not list(tmp_path.iterdir())
+def published_numbers(module):
+    """Parameters as they are stored: bfloat16 but for those of a dtype of their own."""
+    dtypes = published_dtypes(module.config)
+    for path, variable in parameters(module).items():
+        value = variable.get_value()
+        variable.set_value(value.astype(dtypes[path]).astype(value.dtype))
+    return module
+
+
+@pytest.fixture(scope="module")
+def models() -> tuple[DeepseekV3, Mtp]:
+    """A target, whose biases of the router bfloat16 cannot hold, and its MTP module without embedding and head."""
+    target = published_numbers(random_fp8(lambda: DeepseekV3(CONFIG, dtype=F32, rngs=nnx.Rngs(0))))
+    return target, published_numbers(random_fp8(lambda: Mtp(MtpConfig(CONFIG), dtype=F32, rngs=nnx.Rngs(1)), seed=1))
+
+
+def test_deepseek_v3_with_its_mtp_module(models: tuple[DeepseekV3, Mtp], tmp_path: Path) -> None:
+    target, mtp = models
+    source = tmp_path / "source"
+    export_target(target, source, mtp=mtp, eos_token_ids=[3, 5], pad_token_id=5)
+    convert(source, tmp_path / "converted", drafter=source)
+    loaded = Decoder.load(tmp_path / "converted", dtype="float32")
+    assert isinstance(loaded.drafter, Mtp) and loaded.drafter.config == mtp.config
+    assert loaded.target.config == CONFIG and loaded.eos_ids == (3, 5)
+    for ours, theirs, borrowed in ((target, loaded.target, ()), (mtp, loaded.drafter, ("embedding", "head"))):
+        expected, found = parameters(ours), parameters(theirs)
+        assert expected.keys() == found.keys()
+        for path in expected:
+            if not path.startswith(borrowed or "nothing"):
+                assert expected[path].get_value().dtype == found[path].get_value().dtype
+                np.testing.assert_array_equal(expected[path].get_value(), found[path].get_value(), err_msg=path)
+    bias = np.asarray(parameters(target)["layers.1.moe.router.bias"].get_value())
+    assert not np.array_equal(bias, bias.astype(jnp.bfloat16))
+
+
+def test_deepseek_v3_as_others_name_it(models: tuple[DeepseekV3, Mtp], tmp_path: Path) -> None:
+    """Dtypes and names of the published files (docs/formats.md A.3), and no second embedding for the MTP module."""
+    target, mtp = models
+    export_target(target, tmp_path, mtp=mtp, eos_token_ids=[3], pad_token_id=5)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 1 and config["quantization_config"]["scale_fmt"] == "ue8m0"
+    with safe_open(tmp_path / "model.safetensors", "np") as file:
+        dtypes = {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    experts = CONFIG.num_experts * 3 * 2  # matrices, and factors beside each
+    assert sum(".mlp.experts." in name and name.startswith("model.layers.2.") for name in dtypes) == experts
+    for name, dtype in {
+        "model.layers.1.mlp.experts.5.down_proj.weight": "F8_E4M3",
+        "model.layers.1.mlp.experts.5.down_proj.weight_scale_inv": "F32",
+        "model.layers.0.self_attn.kv_a_proj_with_mqa.weight_scale_inv": "F32",
+        "model.layers.1.mlp.gate.weight": "BF16",
+        "model.layers.1.mlp.gate.e_score_correction_bias": "F32",
+        "model.layers.2.eh_proj.weight": "BF16",
+        "model.layers.2.shared_head.norm.weight": "BF16",
+    }.items():
+        assert dtypes[name] == dtype, name
+    assert "model.layers.2.embed_tokens.weight" not in dtypes and "model.layers.2.shared_head.head.weight" not in dtypes
+
+
+def test_what_is_not_published_is_refused(tmp_path: Path) -> None:
+    plain = DeepseekV3(replace(CONFIG, storage="plain"), dtype=F32, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="published with fp8 matrices and yarn rope"):
+        export_target(plain, tmp_path, eos_token_ids=[3], pad_token_id=5)

@@ -27,24 +27,27 @@ from tests.training.models import GPT_OSS, stored
 __all__ = ["quick_compilation"]
 VOCABULARY = 278
 TARGET = replace(GPT_OSS, vocab_size=VOCABULARY)
+DRAFTER = Eagle3Config(
+    hidden_size=32,
+    target_hidden_size=32,
+    intermediate_size=18,
+    num_heads=3,
+    num_kv_heads=1,
+    head_dim=8,
+    vocab_size=VOCABULARY,
+    draft_vocab_size=271,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(theta=3e3),
+    boundaries=(1, 2),
+    norm_before_fc=True,
+)
 TINY = Reference(
     target=TARGET,
     published=stored(TARGET),
-    drafter=Eagle3Config(
-        hidden_size=32,
-        target_hidden_size=32,
-        intermediate_size=18,
-        num_heads=3,
-        num_kv_heads=1,
-        head_dim=8,
-        vocab_size=VOCABULARY,
-        draft_vocab_size=271,
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(theta=3e3),
-        boundaries=(1, 2),
-        norm_before_fc=True,
-    ),
+    drafter=DRAFTER,
+    published_drafter=DRAFTER,
     chat=HARMONY,
+    rounded_share=0.4,
 )
 BATCH, LENGTH, STEPS, DRAFTER_STEPS = 3, 40, 5, 2
 Patch = pytest.MonkeyPatch
@@ -192,10 +195,9 @@ def test_an_interrupted_training_continues(text: Path, trained: Path, tmp_path, 
     ("changes", "message"),
     [
         ({"text": (Path("absent.jsonl"),)}, "absent.jsonl: cannot be read"),
-        ({"config": "large"}, "unknown --config 'large'; known: tiny-gpt-oss, tiny"),
+        ({"config": "large"}, "unknown --config 'large'; known: tiny-gpt-oss, tiny-deepseek-v3, tiny"),
         ({"tokens": 7}, "--tokens 7 are less than one step's"),
         ({"drafter_tokens": 0}, "--drafter-tokens 0 are less than one step's"),
-        ({"quantised_share": 1.5}, "--quantised-share 1.5 is not in 0..1"),
         ({"held_out": 30}, "30 prompts, of which --held-out keeps 30"),
         ({"batch_size": 0}, "--batch-size must be at least 1"),
         ({"tokenizer": Path("absent")}, "absent/tokenizer.json: cannot be read"),

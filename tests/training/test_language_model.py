@@ -10,9 +10,8 @@ from flax import nnx
 
 from ecospec_jax.checkpoint import parameters
 from ecospec_jax.models.gpt_oss import GptOss
-from ecospec_jax.training.experts import BalanceLoss, prepare
+from ecospec_jax.training.experts import BALANCE_WEIGHT, BalanceLoss, prepare
 from ecospec_jax.training.language_model import (
-    BALANCE_WEIGHT,
     next_token_loss,
     optimiser,
     run_target,

@@ -8,7 +8,7 @@ from flax import nnx
 
 from ecospec_jax.kernels import Activation, ClampedSwiglu, ExpertWeights, Plain, Swiglu, grouped_experts
 from ecospec_jax.models.moe import MoELayer
-from ecospec_jax.training.experts import TrainingMoE, balance, capacity_experts, prepare
+from ecospec_jax.training.experts import TrainingMoE, balance, bias_pull, capacity_experts, prepare
 from ecospec_jax.training.quantise import published, straight_through
 from tests.tiny import quick_compilation
 from tests.training.models import GPT_OSS, make_gpt_oss, stored
@@ -107,6 +107,15 @@ def test_balance() -> None:
     assert float(balance(logits, jnp.asarray(valid))) == pytest.approx(expected, rel=1e-5)
     alone = jnp.zeros((ROWS, K), jnp.int32)
     assert float(balance(jnp.zeros((ROWS, EXPERTS)).at[:, 0].set(50.0), alone)) == pytest.approx(EXPERTS)
+
+
+def test_bias_pull() -> None:
+    """No value; its derivative is by how much more than the fair share an expert is chosen. Dead rows do not count."""
+    ids, live = jnp.asarray(np.where(IDS < 0, 0, IDS)), [row for row in range(ROWS) if IDS[row, 0] < EXPERTS]
+    value, slope = jax.value_and_grad(bias_pull)(normal(EXPERTS), ids)
+    share = np.bincount(np.asarray(ids)[live].reshape(-1), minlength=EXPERTS) / (len(live) * K)
+    assert float(value) == 0 and np.abs(share - 1 / EXPERTS).max() > 0.01
+    np.testing.assert_allclose(slope, share - 1 / EXPERTS, atol=1e-6)
 
 
 def test_layers_keep_their_parameters_and_function() -> None:
