@@ -33,10 +33,12 @@ from ecospec_jax.config import (
     STRICT,
     BackbonePredictorConfig,
     DrafterConfig,
+    DrafterFeaturesConfig,
     Eagle3Config,
     ModelConfig,
     MtpConfig,
     PredictorConfig,
+    TargetGatesConfig,
     from_json,
     to_json,
 )
@@ -53,6 +55,7 @@ TOKENIZER = "tokenizer"
 FLOATS = ("bfloat16", "float16", "float32")  # dtypes that weights are stored in
 # A layer's expert matrices are most of a model, so each is a piece of its own, its scales included.
 _APART = re.compile(r"(?:layers\.\d+|layer)\.moe\.experts\.\w+(?=\.)|layers\.\d+(?=\.)")
+_ROUTER = re.compile(r"routers\.(\d+)\.(.+)")  # of predictors that ask the target's
 _READ_BYTES = 1 << 20
 _CHUNK_BYTES = 64 << 20  # a device that holds a shard reads whole chunks
 
@@ -170,20 +173,35 @@ def published_dtypes(config: ModelConfig | DrafterConfig) -> dict[str, np.dtype]
     return {path: variable.get_value().dtype for path, variable in parameters(module).items()}
 
 
-def borrowed_parameters(config: ModelConfig | DrafterConfig | PredictorConfig) -> tuple[str, ...]:
-    """Parameters that a drafter or predictor takes from its target."""
-    if isinstance(config, Eagle3Config | MtpConfig):
-        owned = {"embedding.weight": config.own_embedding, "head.weight": config.own_head}
-        return tuple(path for path, own in owned.items() if not own)
-    return ("embedding.weight",) if isinstance(config, BackbonePredictorConfig) else ()
+def borrowed_parameters(config: ModelConfig | DrafterConfig | PredictorConfig) -> dict[str, str]:
+    """Parameters that a drafter or predictor takes from its target, and their names there."""
+    embedding = "embedding.weight"
+    match config:
+        case Eagle3Config() | MtpConfig():
+            owned = {embedding: config.own_embedding, "head.weight": config.own_head}
+            return {path: path for path, own in owned.items() if not own}
+        case BackbonePredictorConfig():
+            return {embedding: embedding}
+        case DrafterFeaturesConfig():
+            return {f"features.{embedding}": embedding}
+        case TargetGatesConfig():
+            module = abstract(config, jnp.dtype(jnp.float32))
+            layers = dict(enumerate(config.target.moe_layers))
+            routers = {path: _ROUTER.fullmatch(path) for path in parameters(module)}
+            return {f"features.{embedding}": embedding} | {
+                path: f"layers.{layers[int(match[1])]}.moe.router.{match[2]}"
+                for path, match in routers.items()
+                if match is not None
+            }
+    return {}
 
 
 def borrow(module: Any, config: DrafterConfig | PredictorConfig, target: Target) -> None:
     """Makes the module's borrowed parameters the target's arrays themselves."""
     lent, own = parameters(target), parameters(module)
-    for path in borrowed_parameters(config):
-        lender = lent.get(path, lent["embedding.weight"])  # a tied head is the embedding
-        own[path].set_value(lender.get_value())
+    for path, lender in borrowed_parameters(config).items():
+        # A tied head is the embedding.
+        own[path].set_value(lent.get(lender, lent["embedding.weight"]).get_value())
 
 
 def piece_name(role: str, path: str) -> str:

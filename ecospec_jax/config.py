@@ -449,7 +449,84 @@ class FrequencyConfig:
     __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
 
 
-PredictorConfig = BackbonePredictorConfig | TokenTableConfig | FrequencyConfig
+@dataclass(frozen=True)
+class TokenPairsConfig:
+    """Predictor that looks experts up by a token and the one before it.
+
+    Attributes:
+        vocab_size: the target's vocabulary.
+        pairs: how many pairs are known; a token behind any other is looked up alone.
+        routing: what is predicted.
+    """
+
+    vocab_size: int
+    pairs: int
+    routing: RoutingShape
+    family: Literal["token_pairs"] = "token_pairs"
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
+
+
+@dataclass(frozen=True)
+class DrafterFeaturesConfig:
+    """Predictor with low-rank heads on the drafter's states.
+
+    Attributes:
+        vocab_size: the target's vocabulary.
+        embedding_size: width of the token embedding, which is the target's own, frozen.
+        state_size: width of the drafter's states.
+        rank: width between them and the experts.
+        routing: what is predicted.
+    """
+
+    vocab_size: int
+    embedding_size: int
+    state_size: int
+    rank: int
+    routing: RoutingShape
+    family: Literal["drafter_features"] = "drafter_features"
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
+
+
+@dataclass(frozen=True)
+class TargetGatesConfig:
+    """Predictor that guesses what the target's routers will see from the drafter's states, and asks the routers.
+
+    Attributes:
+        target: whose routers are used, frozen.
+        state_size: width of the drafter's states.
+        rank: width between them and the guess.
+    """
+
+    target: ModelConfig
+    state_size: int
+    rank: int
+    family: Literal["target_gates"] = "target_gates"
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
+
+    @property
+    def vocab_size(self) -> int:
+        """The target's."""
+        return self.target.vocab_size
+
+    @property
+    def embedding_size(self) -> int:
+        """The target's."""
+        return self.target.hidden_size
+
+    @property
+    def routing(self) -> RoutingShape:
+        """The target's."""
+        return RoutingShape.of(self.target)
+
+
+PredictorConfig = (
+    BackbonePredictorConfig
+    | TokenTableConfig
+    | TokenPairsConfig
+    | FrequencyConfig
+    | DrafterFeaturesConfig
+    | TargetGatesConfig
+)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from ecospec_jax.config import SamplingConfig, SpecConfig
 from ecospec_jax.cost import CostModel
 from ecospec_jax.metrics import Counters, ExpertUse, expert_use
 from ecospec_jax.models.drafter import Drafter
-from ecospec_jax.models.predictor import Evidence, Predictor
+from ecospec_jax.models.predictor import Evidence, ExpertSets, Predictor
 from ecospec_jax.models.target import Target, TargetOutput
 from ecospec_jax.selection import Economy, ExpertForecast, Policy
 from ecospec_jax.tree import CandidateTree, Selection, VerifyTree, empty_tree, expand_tree, verify_tree, whole_pool
@@ -100,6 +100,8 @@ class DecodeState:
         previous_BLW: true experts of all rows of the previous verification.
         counters: what has been counted.
         adaptation: what a calibrated or adaptive plan has learned.
+        drafted_BH: the drafter's state behind the last entry it has seen.
+        before_BH: its state behind the entry before that: what would propose the root, once it has caught up.
     """
 
     tokens_BS: Int[Array, "batch slots"]
@@ -117,6 +119,8 @@ class DecodeState:
     previous_BLW: UInt32[Array, "batch layers words"]
     counters: Counters
     adaptation: Adaptation | None = None
+    drafted_BH: Float[Array, "batch state"] | None = None
+    before_BH: Float[Array, "batch state"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -199,11 +203,12 @@ def prefill(
     logits_B1V = target.logits(jnp.take_along_axis(output.hidden_BRD, last_B11, axis=1))
     first_B1 = draw_tokens(logits_B1V, lengths_B[:, None], keys_B, plan.sampling)
 
-    draft_cache = None
+    draft_cache = drafted_BH = None
     if drafter is not None:
         # Entry t pairs the features of position t with token t + 1; the last entry waits for the first step.
         shifted = replace(rows, tokens_BR=jnp.roll(prompts_BT, -1, axis=1))
-        _, draft_cache = drafter.catch_up(shifted, output.features_BRF, drafter.empty_cache(batch, capacity))
+        states_BTH, draft_cache = drafter.catch_up(shifted, output.features_BRF, drafter.empty_cache(batch, capacity))
+        drafted_BH = _behind(states_BTH, lengths_B - 1, jnp.zeros_like(states_BTH[:, 0]))
         if draft_cache.experts_read is not None:  # counted from the first step on
             draft_cache = replace(draft_cache, experts_read=jnp.zeros_like(draft_cache.experts_read))
 
@@ -230,6 +235,8 @@ def prefill(
         pending_tokens_BP=jnp.pad(first_B1, ((0, 0), (0, slots - 1))),
         pending_features_BPF=jnp.pad(features_B1F, ((0, 0), (0, slots - 1), (0, 0))),
         pending_count_B=jnp.ones_like(lengths_B),
+        drafted_BH=drafted_BH,
+        before_BH=drafted_BH,
         last_BLW=last_BLW,
         previous_BLW=last_BLW,
         counters=Counters.zeros(batch, longest, output.expert_ids_LBRK.shape[0]),
@@ -266,19 +273,18 @@ def draft(plan: StepPlan, weights: Weights, state: DecodeState) -> tuple[Candida
     drafter = _drafter(plan, weights)
     if drafter is None:
         return empty_tree(len(state.length_B)), state
-    assert state.draft_cache is not None
+    assert state.draft_cache is not None and state.drafted_BH is not None and state.before_BH is not None
 
-    def catch_up(entries: int, turn: Array | int, carry: tuple[Array, KVCache]) -> tuple[Array, KVCache]:
-        root_state_BH, cache = carry
+    def catch_up(entries: int, turn: Array | int, carry: tuple[Array, Array, KVCache]) -> tuple[Array, Array, KVCache]:
+        drafted_BH, before_BH, cache = carry
         features_BRF = lax.dynamic_slice_in_dim(state.pending_features_BPF, turn * entries, entries, axis=1)
         states_BRH, cache = drafter.catch_up(_waiting(state, entries, turn), features_BRF, cache)
-        last_B1 = (state.pending_count_B - 1 - turn * entries)[:, None]
-        last_BH = jnp.take_along_axis(states_BRH, jnp.clip(last_B1, 0, entries - 1)[:, :, None], axis=1)[:, 0]
-        return jnp.where(last_B1 >= 0, last_BH, root_state_BH), cache
+        seen_B = jnp.clip(state.pending_count_B - turn * entries, 0, entries)
+        before_BH = jnp.where(seen_B[:, None] > 0, _behind(states_BRH, seen_B - 1, drafted_BH), before_BH)
+        return _behind(states_BRH, seen_B, drafted_BH), before_BH, cache
 
     few = plan.spec.max_emitted
-    one = (_waiting(state, 1, 0), state.pending_features_BPF[:, :1], state.draft_cache)
-    caught_up = (zeros_like_result(drafter.catch_up, *one)[0][:, 0], state.draft_cache)
+    caught_up = (state.drafted_BH, state.before_BH, state.draft_cache)
     if not plan.adaptive:
         caught_up = catch_up(few, 0, caught_up)
     else:  # after plain steps more may wait than one step can emit
@@ -286,10 +292,23 @@ def draft(plan: StepPlan, weights: Weights, state: DecodeState) -> tuple[Candida
         turns = jnp.where(most > few, -(-most // CATCH_UP), 0)
         caught_up = once_if(turns == 0, partial(catch_up, few, 0), caught_up)
         caught_up = lax.fori_loop(0, turns, partial(catch_up, CATCH_UP), caught_up)
-    root_state_BH, draft_cache = caught_up
-    tree, draft_cache = expand_tree(drafter, draft_cache, root_state_BH, state.length_B, ~state.finished_B, plan.spec)
-    pending_count_B = jnp.where(state.finished_B, state.pending_count_B, 0)
-    return tree, replace(state, draft_cache=draft_cache, pending_count_B=pending_count_B)
+    drafted_BH, before_BH, draft_cache = caught_up
+    tree, draft_cache = expand_tree(drafter, draft_cache, drafted_BH, state.length_B, ~state.finished_B, plan.spec)
+    return tree, replace(
+        state,
+        draft_cache=draft_cache,
+        pending_count_B=jnp.where(state.finished_B, state.pending_count_B, 0),
+        drafted_BH=drafted_BH,
+        before_BH=before_BH,
+    )
+
+
+def _behind(
+    states_BRH: Float[Array, "batch rows state"], count_B: Int[Array, " batch"], before_BH: Float[Array, "batch state"]
+) -> Float[Array, "batch state"]:
+    """The state behind the first `count` rows; behind none, the one before them."""
+    index_B11 = jnp.maximum(count_B - 1, 0)[:, None, None]
+    return jnp.where(count_B[:, None] > 0, jnp.take_along_axis(states_BRH, index_B11, axis=1)[:, 0], before_BH)
 
 
 def _waiting(state: DecodeState, entries: int, turn: Array | int, *, ahead: int = 0) -> Rows:
@@ -318,7 +337,7 @@ def remind(plan: StepPlan, weights: Weights, state: DecodeState) -> DecodeState:
     predictor = _predictor(plan, weights)
     if predictor is None or state.predictor_cache is None or state.adaptation is None or not plan.adaptive:
         return state
-    evidence = _evidence(plan, weights, state)
+    evidence = Evidence(state.last_BLW, _true_routing(plan, weights, state))
 
     def catch_up(turn: Array, cache: KVCache) -> KVCache:
         _, cache_after = predictor(_waiting(state, CATCH_UP, turn, ahead=1), cache, evidence)
@@ -330,13 +349,20 @@ def remind(plan: StepPlan, weights: Weights, state: DecodeState) -> DecodeState:
     return replace(state, predictor_cache=caught_up)
 
 
-def _evidence(plan: StepPlan, weights: Weights, state: DecodeState) -> Evidence:
+def _true_routing(plan: StepPlan, weights: Weights, state: DecodeState) -> Callable[[Rows], ExpertSets]:
     target = _target(plan, weights)
+    return lambda rows: _expert_sets(target, target(rows, state.target_cache, ())[0])
 
-    def true_routing(rows: Rows) -> UInt32[Array, "batch rows layers words"]:
-        return _expert_sets(target, target(rows, state.target_cache, ())[0])
 
-    return Evidence(state.last_BLW, true_routing)
+def _evidence(plan: StepPlan, weights: Weights, state: DecodeState, tree: CandidateTree, pool: VerifyTree) -> Evidence:
+    """About the root and the whole pool."""
+    last_B1 = jnp.take_along_axis(state.tokens_BS, state.length_B[:, None] - 1, axis=1)
+    parents_BN = jnp.take_along_axis(pool.rows.tokens_BR, pool.parent_rows_BR[:, 1:], axis=1)
+    states_BRH = None
+    if tree.states_BNH is not None and state.before_BH is not None:
+        states_BRH = jnp.concatenate([state.before_BH[:, None], tree.states_BNH], axis=1)
+    before_BR = jnp.concatenate([last_B1, parents_BN], axis=1)
+    return Evidence(state.last_BLW, _true_routing(plan, weights, state), before_BR, states_BRH)
 
 
 def predict(
@@ -346,8 +372,9 @@ def predict(
     predictor = _predictor(plan, weights)
     if predictor is None:
         return None, state
-    rows = verify_tree(tree, whole_pool(tree), _roots(state), state.length_B, state.finished_B).rows
-    sets_BRLW, predictor_cache = predictor(rows, state.predictor_cache, _evidence(plan, weights, state))
+    pool = verify_tree(tree, whole_pool(tree), _roots(state), state.length_B, state.finished_B)
+    evidence = _evidence(plan, weights, state, tree, pool)
+    sets_BRLW, predictor_cache = predictor(pool.rows, state.predictor_cache, evidence)
     return forecast_of(plan, state, sets_BRLW), replace(state, predictor_cache=predictor_cache)
 
 

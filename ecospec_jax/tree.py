@@ -5,7 +5,7 @@ nodes of the level before and records all k*k children. Parents precede children
 topological order.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ class CandidateTree:
         depths_N: 1 for the root's children.
         log_probs_BN: cumulative draft log-probability; never increases from parent to child.
         ancestors_BNN: `[b, i, j]` is True where node j is node i or an ancestor of it.
+        states_BNH: the drafter's state that proposed each node; None where nothing was drafted.
     """
 
     tokens_BN: Int[Array, "batch nodes"]
@@ -37,6 +38,7 @@ class CandidateTree:
     depths_N: Int[Array, " nodes"]
     log_probs_BN: Float[Array, "batch nodes"]
     ancestors_BNN: Bool[Array, "batch nodes nodes"]
+    states_BNH: Float[Array, "batch nodes state"] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -104,7 +106,7 @@ def expand_tree(
     seen_BkW = jnp.zeros((batch, k, window), bool)
     pool_Bk = jnp.broadcast_to(jnp.arange(k), (batch, k))
 
-    levels = [(tokens_Bk, jnp.full((batch, k), ROOT), jnp.ones(k, jnp.int32), scores_Bk)]
+    levels = [(tokens_Bk, jnp.full((batch, k), ROOT), jnp.ones(k, jnp.int32), scores_Bk, states_BkH)]
     for depth in range(1, spec.depth):
         offset, first = (depth - 1) * k, k + (depth - 1) * k * k
         seen_BkW = seen_BkW.at[:, :, offset : offset + k].set(jnp.eye(k, dtype=bool))
@@ -120,9 +122,9 @@ def expand_tree(
         child_tokens_Bkk, child_log_probs_Bkk = drafter.propose(states_BkH, k)
         child_scores_Bc = (scores_Bk[:, :, None] + child_log_probs_Bkk).reshape(batch, k * k)
         child_tokens_Bc = child_tokens_Bkk.reshape(batch, k * k)
-        levels.append(
-            (child_tokens_Bc, jnp.repeat(pool_Bk, k, axis=1), jnp.full(k * k, depth + 1, jnp.int32), child_scores_Bc)
-        )
+        parents_Bc, parent_states_BcH = jnp.repeat(pool_Bk, k, axis=1), jnp.repeat(states_BkH, k, axis=1)
+        depths_c = jnp.full(k * k, depth + 1, jnp.int32)
+        levels.append((child_tokens_Bc, parents_Bc, depths_c, child_scores_Bc, parent_states_BcH))
 
         scores_Bk, chosen_Bk = lax.top_k(child_scores_Bc, k)
         tokens_Bk = jnp.take_along_axis(child_tokens_Bc, chosen_Bk, axis=1)
@@ -130,11 +132,11 @@ def expand_tree(
         states_BkH = jnp.take_along_axis(states_BkH, (chosen_Bk // k)[:, :, None], axis=1)
         seen_BkW = jnp.take_along_axis(seen_BkW, (chosen_Bk // k)[:, :, None], axis=1)
 
-    tokens, parents, depths, scores = zip(*levels, strict=True)
+    tokens, parents, depths, scores, states = zip(*levels, strict=True)
     tree = build_tree(
         jnp.concatenate(tokens, 1), jnp.concatenate(parents, 1), jnp.concatenate(depths), jnp.concatenate(scores, 1)
     )
-    return tree, cache
+    return replace(tree, states_BNH=jnp.concatenate(states, 1)), cache
 
 
 @jax.tree_util.register_dataclass

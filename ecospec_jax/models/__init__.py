@@ -13,14 +13,18 @@ from ecospec_jax.models.deepseek_v3 import DeepseekV3
 from ecospec_jax.models.eagle3 import Eagle3
 from ecospec_jax.models.gpt_oss import GptOss
 from ecospec_jax.models.mtp import Mtp
-from ecospec_jax.models.predictor import BackbonePredictor, Frequency, TokenTable
+from ecospec_jax.models.predictor import BackbonePredictor, Frequency, TokenPairs, TokenTable
 from ecospec_jax.models.qwen3_moe import Qwen3Moe
+from ecospec_jax.models.state_predictors import DrafterFeatures, TargetGates
 
 TARGETS: dict[str, Callable[..., Any]] = {"qwen3_moe": Qwen3Moe, "gpt_oss": GptOss, "deepseek_v3": DeepseekV3}
 DRAFTERS: dict[str, Callable[..., Any]] = {"eagle3": Eagle3, "mtp": Mtp}
 PREDICTORS: dict[str, Callable[..., Any]] = {
     "backbone": BackbonePredictor,
+    "drafter_features": DrafterFeatures,
+    "target_gates": TargetGates,
     "token_table": lambda config, **_: TokenTable(config),
+    "token_pairs": lambda config, **_: TokenPairs(config),
     "frequency": lambda config, **_: Frequency(config),
 }
 

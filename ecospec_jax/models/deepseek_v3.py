@@ -6,7 +6,7 @@ from flax import nnx
 from ecospec_jax.config import DeepseekV3Config
 from ecospec_jax.models.latent_attention import LatentAttention
 from ecospec_jax.models.layers import DenseMLP, RMSNorm
-from ecospec_jax.models.moe import Experts, GroupedSigmoidRouter, MoELayer
+from ecospec_jax.models.moe import Experts, MoELayer, router_of
 from ecospec_jax.models.transformer import DecoderLayer, Transformer
 
 
@@ -14,7 +14,7 @@ def decoder_layer(config: DeepseekV3Config, *, sparse: bool, dtype: jnp.dtype, r
     """A layer of the target or of its MTP module; `sparse` layers have experts."""
     hidden, storage = config.hidden_size, config.storage
     if sparse:
-        router = GroupedSigmoidRouter(config, dtype=dtype, rngs=rngs)
+        router = router_of(config, dtype=dtype, rngs=rngs)
         width = config.moe_intermediate_size
         experts = Experts(config.num_experts, hidden, width, storage=storage, dtype=dtype, rngs=rngs)
         shared = DenseMLP(hidden, config.shared_experts * width, storage=storage, dtype=dtype, rngs=rngs)

@@ -6,14 +6,14 @@ from flax import nnx
 from ecospec_jax.config import GptOssConfig
 from ecospec_jax.kernels import ClampedSwiglu
 from ecospec_jax.models.layers import Attention, RMSNorm
-from ecospec_jax.models.moe import InterleavedExperts, MoELayer, TopKRouter
+from ecospec_jax.models.moe import InterleavedExperts, MoELayer, router_of
 from ecospec_jax.models.transformer import DecoderLayer, Transformer
 
 
 def _layer(config: GptOssConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> DecoderLayer:
     hidden = config.hidden_size
     attention = Attention(config, bias=True, sinks=True, dtype=dtype, rngs=rngs)
-    router = TopKRouter(hidden, config.num_experts, config.experts_per_token, dtype=dtype, rngs=rngs)
+    router = router_of(config, dtype=dtype, rngs=rngs)
     experts = InterleavedExperts(
         config.num_experts,
         hidden,

@@ -10,7 +10,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from ecospec_jax.config import DeepseekV3Config
+from ecospec_jax.config import DeepseekV3Config, GptOssConfig, ModelConfig, Qwen3MoeConfig
 from ecospec_jax.kernels import Activation, ExpertWeights, Plain, Swiglu, grouped_experts
 from ecospec_jax.models.layers import DenseMLP, Linear, project
 from ecospec_jax.models.matrices import MATRICES, Storage, parameter
@@ -79,6 +79,18 @@ class GroupedSigmoidRouter(nnx.Module):
 
 
 Router = SoftmaxRouter | TopKRouter | GroupedSigmoidRouter
+
+
+def router_of(config: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> Router:
+    """The router of a target's expert layers."""
+    hidden, experts, k = config.hidden_size, config.num_experts, config.experts_per_token
+    match config:
+        case Qwen3MoeConfig():
+            return SoftmaxRouter(hidden, experts, k, normalise=config.norm_topk_prob, dtype=dtype, rngs=rngs)
+        case GptOssConfig():
+            return TopKRouter(hidden, experts, k, dtype=dtype, rngs=rngs)
+        case DeepseekV3Config():
+            return GroupedSigmoidRouter(config, dtype=dtype, rngs=rngs)
 
 
 class Experts(nnx.Module):

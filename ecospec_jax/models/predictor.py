@@ -15,7 +15,13 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from ecospec_jax import expert_bits
 from ecospec_jax.cache import KVCache, Rows
-from ecospec_jax.config import BackbonePredictorConfig, FrequencyConfig, RoutingShape, TokenTableConfig
+from ecospec_jax.config import (
+    BackbonePredictorConfig,
+    FrequencyConfig,
+    RoutingShape,
+    TokenPairsConfig,
+    TokenTableConfig,
+)
 from ecospec_jax.models.backbone import Backbone
 from ecospec_jax.models.layers import Embedding, Linear
 
@@ -29,10 +35,14 @@ class Evidence:
     Attributes:
         last_BLW: true experts of the last token the target has processed.
         route: the target's true routing of given rows, by an extra pass: for experiments only.
+        before_BR: the token before each row's on its path; None if only a cache is to be caught up.
+        states_BRH: the drafter's state that each row's token was proposed from; None as well.
     """
 
     last_BLW: UInt32[Array, "batch layers words"]
     route: Callable[[Rows], ExpertSets]
+    before_BR: Int[Array, "batch rows"] | None = None
+    states_BRH: Float[Array, "batch rows state"] | None = None
 
 
 class Predictor(Protocol):
@@ -67,6 +77,39 @@ class TokenTable(Stateless):
     def __call__(self, rows: Rows, cache: KVCache | None, evidence: Evidence) -> tuple[ExpertSets, KVCache | None]:
         """The table's rows."""
         return self.bits_VLW[...][rows.tokens_BR], cache
+
+
+class TokenPairs(Stateless):
+    """Top-k experts counted per token and the token before it; tokens behind others are looked up alone."""
+
+    def __init__(self, config: TokenPairsConfig) -> None:
+        """Empty tables; checkpoints fill them."""
+        routing, self.pairs = config.routing, config.pairs
+        sets = (routing.layers, expert_bits.words(routing.experts))
+        axes = ("layers", "words")
+        self.alone_VLW = nnx.Variable(jnp.zeros((config.vocab_size, *sets), jnp.uint32), logical_axes=("vocab", *axes))
+        # The known tokens before token v, ascending, are `before[first[v] : first[v + 1]]`.
+        self.first_U = nnx.Variable(jnp.zeros(config.vocab_size + 1, jnp.int32), logical_axes=("vocab",))
+        self.before_P = nnx.Variable(jnp.zeros(config.pairs, jnp.int32), logical_axes=("pairs",))
+        self.bits_PLW = nnx.Variable(jnp.zeros((config.pairs, *sets), jnp.uint32), logical_axes=("pairs", *axes))
+
+    def __call__(self, rows: Rows, cache: KVCache | None, evidence: Evidence) -> tuple[ExpertSets, KVCache | None]:
+        """The pair's row where it is known, else the token's."""
+        assert evidence.before_BR is not None
+        tokens_BR, before_BR = rows.tokens_BR, evidence.before_BR
+        first_U, before_P = self.first_U[...], self.before_P[...]
+
+        def halve(_: int, span: tuple[Array, Array]) -> tuple[Array, Array]:
+            low_BR, high_BR = span
+            middle_BR = (low_BR + high_BR) // 2
+            right_BR = (low_BR < high_BR) & (before_P[middle_BR] < before_BR)
+            return jnp.where(right_BR, middle_BR + 1, low_BR), jnp.where(right_BR, high_BR, middle_BR)
+
+        end_BR = first_U[tokens_BR + 1]
+        place_BR, _ = lax.fori_loop(0, self.pairs.bit_length(), halve, (first_U[tokens_BR], end_BR))
+        known_BR = (place_BR < end_BR) & (before_P[place_BR] == before_BR)
+        sets_BRLW = jnp.where(known_BR[..., None, None], self.bits_PLW[...][place_BR], self.alone_VLW[...][tokens_BR])
+        return sets_BRLW, cache
 
 
 class Frequency(Stateless):

@@ -5,7 +5,7 @@ from flax import nnx
 
 from ecospec_jax.config import Qwen3MoeConfig
 from ecospec_jax.models.layers import Attention, DenseMLP, RMSNorm
-from ecospec_jax.models.moe import Experts, MoELayer, SoftmaxRouter
+from ecospec_jax.models.moe import Experts, MoELayer, router_of
 from ecospec_jax.models.transformer import DecoderLayer, Transformer
 
 
@@ -13,14 +13,7 @@ def _layer(config: Qwen3MoeConfig, *, sparse: bool, dtype: jnp.dtype, rngs: nnx.
     hidden, eps = config.hidden_size, config.rms_norm_eps
     attention = Attention(config, qk_norm_eps=eps, bias=config.attention_bias, dtype=dtype, rngs=rngs)
     if sparse:
-        router = SoftmaxRouter(
-            hidden,
-            config.num_experts,
-            config.experts_per_token,
-            normalise=config.norm_topk_prob,
-            dtype=dtype,
-            rngs=rngs,
-        )
+        router = router_of(config, dtype=dtype, rngs=rngs)
         experts = Experts(config.num_experts, hidden, config.moe_intermediate_size, dtype=dtype, rngs=rngs)
         feed_forward = MoELayer(router, experts)
     else:

@@ -63,20 +63,26 @@ def unrolled_rows(packed: Packed, step: int) -> Rows:
     )
 
 
+def unrolled(
+    drafter: Drafter, packed: Packed, features_BTF: Float[Array, "batch tokens features"]
+) -> list[Float[Array, "batch tokens state"]]:
+    """The drafter's states of each step. Row t of step i proposes token t + 2 + i."""
+    batch, length = packed.tokens_BT.shape
+    rows = unrolled_rows(packed, 0)
+    state_BTH, cache = drafter.catch_up(rows, features_BTF, drafter.empty_cache(batch, STEPS * length))
+    states = [state_BTH]
+    for step in range(1, STEPS):
+        state_BTH, cache = drafter.extend(unrolled_rows(packed, step), state_BTH, cache)
+        states.append(state_BTH)
+    return states
+
+
 def unrolled_logits(
     drafter: Drafter, taught: Lessons
 ) -> tuple[list[Float[Array, "batch tokens proposable"]], list[Bool[Array, "batch tokens"]]]:
-    """The drafter's logits of each step, and which rows count. Row t of step i is about token t + 2 + i."""
-    batch, length = taught.packed.tokens_BT.shape
-    rows = unrolled_rows(taught.packed, 0)
-    state_BTH, cache = drafter.catch_up(rows, taught.features_BTF, drafter.empty_cache(batch, STEPS * length))
-    logits, live = [drafter.logits(state_BTH)], [rows.live_BR]
-    for step in range(1, STEPS):
-        rows = unrolled_rows(taught.packed, step)
-        state_BTH, cache = drafter.extend(rows, state_BTH, cache)
-        logits.append(drafter.logits(state_BTH))
-        live.append(rows.live_BR)
-    return logits, live
+    """The drafter's logits of each step, and which rows count: those whose token is in the text."""
+    states = unrolled(drafter, taught.packed, taught.features_BTF)
+    return [drafter.logits(state) for state in states], [taught.packed.reaches(1 + step) for step in range(STEPS)]
 
 
 def drafter_loss(drafter: Drafter, taught: Lessons) -> Float[Array, ""]:
