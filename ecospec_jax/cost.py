@@ -14,11 +14,13 @@ import pydantic
 from ecospec_jax.checkpoint import parameters
 from ecospec_jax.config import (
     STRICT,
-    BackbonePredictorConfig,
     DrafterConfig,
+    FrequencyConfig,
     ModelConfig,
     MtpConfig,
     PredictorConfig,
+    TokenPairsConfig,
+    TokenTableConfig,
     read_json,
     write_json,
 )
@@ -136,10 +138,11 @@ def _draft_bytes(config: DrafterConfig, bytes_per_weight: float, depth: int, bra
 
 
 def _predict_bytes(config: PredictorConfig, bytes_per_weight: float) -> float:
-    if not isinstance(config, BackbonePredictorConfig):
+    """Of tables a few rows are read, which count as nothing; of an embedding too."""
+    if isinstance(config, TokenTableConfig | TokenPairsConfig | FrequencyConfig):
         return 0.0
     sizes = _sizes(config)
-    return _total(sizes, sizes.keys() - {"embedding.weight"}, bytes_per_weight)
+    return _total(sizes, {path for path in sizes if not path.endswith("embedding.weight")}, bytes_per_weight)
 
 
 def fit_seconds(

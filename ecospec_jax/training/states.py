@@ -1,6 +1,5 @@
 """The drafter's states along a text: what predictors of `models/state_predictors.py` learn from."""
 
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
