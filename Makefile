@@ -1,6 +1,9 @@
 PYTHON ?= python3
 TARGET ?= tiny-qwen3-moe
 
+# An MTP module is a layer of its target's checkpoint.
+DRAFTER := $(firstword $(wildcard checkpoints/$(TARGET)/drafter) checkpoints/$(TARGET)/target)
+
 VENV_PYTHON := .venv/bin/python
 PIP_INSTALL := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check
 
@@ -30,7 +33,7 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 converted/$(TARGET)/manifest.json: | .venv/.base
-	$(VENV_PYTHON) -m convert checkpoints/$(TARGET)/target converted/$(TARGET) --drafter checkpoints/$(TARGET)/drafter
+	$(VENV_PYTHON) -m convert checkpoints/$(TARGET)/target converted/$(TARGET) --drafter $(DRAFTER)
 
 $(VENV_PYTHON):
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || { \

@@ -26,7 +26,7 @@ MIN_GAP = 1e-5
 forward = nnx.jit(lambda target, rows, cache, boundaries: target(rows, cache, boundaries), static_argnums=3)
 
 
-@pytest.fixture(scope="module", params=["tiny-qwen3-moe", "tiny-gpt-oss"])
+@pytest.fixture(scope="module", params=["tiny-qwen3-moe", "tiny-gpt-oss", "tiny-deepseek-v3"])
 def name(request: pytest.FixtureRequest) -> str:
     """Of a shipped checkpoint."""
     return request.param
