@@ -22,6 +22,7 @@ from ecospec_jax.errors import UserError
 from ecospec_jax.kernels import ExpertWeights
 
 EXPERT, TENSOR = "expert", "tensor"  # the mesh's axes
+DATA = "data"  # the axis of a training's own mesh
 _NAME = re.compile(r"(?:tp(?P<tensor>[1-9]\d*))?(?:ep(?P<expert>[1-9]\d*))?")
 _ALL = (EXPERT, TENSOR)
 _TABLE = {
@@ -137,3 +138,12 @@ class Placement:
             check_vma=False,
         )
         return whole(x_TD, ids_TK, weights_TK, experts).astype(x_TD.dtype)
+
+
+def data_parallel(count: int) -> tuple[NamedSharding, NamedSharding]:
+    """Shardings over `count` devices: whole on each, and split along the first dimension. Too few are a `UserError`."""
+    found = jax.devices()
+    if count > len(found):
+        raise UserError(f"{count} devices are asked for; there are {len(found)}")
+    mesh = Mesh(np.array(found[:count]), (DATA,))
+    return NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec(DATA))

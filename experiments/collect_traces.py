@@ -1,6 +1,7 @@
-"""Collect routing traces: the target answers prompts, greedy and sampled, and its experts are recorded per token.
+r"""Collect routing traces: the target answers prompts, greedy and sampled, and its experts are recorded per token.
 
-python -m experiments.collect_traces --target converted/tiny-qwen3-moe --prompts my_prompts.jsonl --out traces/tiny
+    python -m experiments.collect_traces --target converted/tiny-qwen3-moe --prompts gsm8k=gsm8k.jsonl mbpp=mbpp.jsonl \
+        --out traces/tiny
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ from ecospec_jax.training.traces import (
     write_shard,
 )
 from experiments.options import require_positive
-from experiments.prompts import Prompt, read_prompts
+from experiments.prompts import Prompt, data_set_files, read_prompts
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,12 @@ class Settings:
 
     target: Path
     """Folder that `python -m convert` wrote."""
-    prompts: Path
-    """Prompt file; the first turn of each prompt is used."""
+    prompts: tuple[str, ...]
+    """Prompt files, each a data set, as NAME=FILE or FILE; the first turn of each prompt is used."""
     out: Path
     """Folder for the traces."""
     limit: int | None = None
-    """Use only the first prompts of the file."""
+    """Use only the first prompts of each file."""
     temperatures: tuple[float, ...] = (0.0, 1.0)
     """One answer per prompt at each temperature; 0 is greedy."""
     max_new_tokens: int = 128
@@ -63,6 +64,7 @@ def open_traces(settings: Settings, decoder: Decoder) -> TraceManifest:
         target_hash=decoder.target_hash,
         vocab_size=decoder.target.config.vocab_size,
         routing=RoutingShape.of(decoder.target.config),
+        states=None,
         recipe=settings.recipe,
     )
     if not (settings.out / MANIFEST).exists():
@@ -73,7 +75,9 @@ def open_traces(settings: Settings, decoder: Decoder) -> TraceManifest:
     return earlier
 
 
-def trace(decoder: Decoder, settings: Settings, prompts: Sequence[tuple[int, Prompt]]) -> Iterator[Trace]:
+def trace(
+    decoder: Decoder, settings: Settings, data_set: str, prompts: Sequence[tuple[int, Prompt]]
+) -> Iterator[Trace]:
     """Answers a few prompts at every temperature and records the routing of the whole sequences."""
     inputs = [decoder.encode(prompt.turns[0]) for _, prompt in prompts]
     for temperature in settings.temperatures:
@@ -89,7 +93,18 @@ def trace(decoder: Decoder, settings: Settings, prompts: Sequence[tuple[int, Pro
         for (_, prompt), ids, sequence, experts_TLK in zip(
             prompts, inputs, sequences, decoder.routing(sequences), strict=True
         ):
-            yield Trace(prompt.id, len(ids), np.array(sequence, np.int32), experts_TLK)
+            yield Trace(data_set, prompt.id, len(ids), np.array(sequence, np.int32), experts_TLK)
+
+
+def remaining(
+    settings: Settings, manifest: TraceManifest, data_sets: dict[str, list[Prompt]]
+) -> Iterator[tuple[str, list[tuple[int, Prompt]]]]:
+    """What is to be done: for each shard its data set and numbered prompts."""
+    done = manifest.prompts
+    for name, prompts in data_sets.items():
+        todo = [(number, prompt) for number, prompt in enumerate(prompts) if (name, prompt.id) not in done]
+        for first in range(0, len(todo), settings.shard_prompts):
+            yield name, todo[first : first + settings.shard_prompts]
 
 
 def run(settings: Settings) -> None:
@@ -98,22 +113,23 @@ def run(settings: Settings) -> None:
         raise UserError("--temperatures names no temperature")
     for temperature in settings.temperatures:
         SamplingConfig(temperature=temperature)  # refuses an impossible one before anything is written
-    prompts = read_prompts(settings.prompts, settings.limit)
+    files = data_set_files(settings.prompts)
+    data_sets = {name: read_prompts(file, settings.limit) for name, file in files.items()}
     decoder = Decoder.load(settings.target)
-    for prompt in prompts:
-        decoder.check_fits(prompt.turns[0], settings.max_new_tokens, where=f"{settings.prompts}: {prompt.id}")
+    for name, prompts in data_sets.items():
+        for prompt in prompts:
+            decoder.check_fits(prompt.turns[0], settings.max_new_tokens, where=f"{files[name]}: {prompt.id}")
     with reported_as_user_error(f"{settings.out}: cannot be written", OSError):
         settings.out.mkdir(parents=True, exist_ok=True)
         manifest = open_traces(settings, decoder)
-        todo = [(i, prompt) for i, prompt in enumerate(prompts) if prompt.id not in manifest.prompts]
-        shards = [todo[first : first + settings.shard_prompts] for first in range(0, len(todo), settings.shard_prompts)]
-        for part in track(shards, description="shards", disable=not shards):
+        shards = list(remaining(settings, manifest, data_sets))
+        for data_set, part in track(shards, description="shards", disable=not shards):
             traces = [
                 one
                 for first in range(0, len(part), settings.batch_size)
-                for one in trace(decoder, settings, part[first : first + settings.batch_size])
+                for one in trace(decoder, settings, data_set, part[first : first + settings.batch_size])
             ]
-            shard = write_shard(settings.out, len(manifest.shards), traces)
+            shard = write_shard(settings.out, manifest, traces)
             manifest = replace(manifest, shards=(*manifest.shards, shard))
             write_manifest(settings.out, manifest)
     tokens = sum(shard.tokens for shard in manifest.shards)

@@ -1,5 +1,6 @@
 """Prompt files: one JSON object a line, `{"id", "turns": [..], "answer"?}`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pydantic
@@ -41,3 +42,18 @@ def read_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
             raise UserError(f"{path}: id '{prompt.id}' occurs twice")
         seen.add(prompt.id)
     return prompts[:limit]
+
+
+def data_set_files(named: Sequence[str]) -> dict[str, Path]:
+    """Files by data set from `NAME=FILE`, or from a `FILE` without `=`, whose data set is called by its stem."""
+    if not named:
+        raise UserError("--prompts names no file")
+    files: dict[str, Path] = {}
+    for each in named:
+        name, file = each.split("=", 1) if "=" in each else (Path(each).stem, each)
+        if not name or not file:
+            raise UserError(f"--prompts {each}: neither FILE nor NAME=FILE")
+        if name in files:
+            raise UserError(f"--prompts: two data sets are called '{name}'; call one otherwise, by NAME=FILE")
+        files[name] = Path(file)
+    return files

@@ -346,7 +346,7 @@ def test_labels_are_those_of_the_token_itself() -> None:
 
     def table(shift: int) -> nnx.State:
         traces = [
-            Trace(str(b), 1, text, np.roll(ids_LBTK[:, b].swapaxes(0, 1), shift, axis=0))
+            Trace("texts", str(b), 1, text, np.roll(ids_LBTK[:, b].swapaxes(0, 1), shift, axis=0))
             for b, text in enumerate(texts)
         ]
         scores = token_scores(expert_counts(traces, TARGET.vocab_size, ROUTING))

@@ -1,4 +1,4 @@
-"""Training of a backbone predictor: multi-label loss, AdamW, cosine schedule, and its top-k overlap."""
+"""Training of a backbone predictor: batches of traces, multi-label loss, AdamW with a cosine schedule."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from ecospec_jax import expert_bits
+from ecospec_jax.cache import Rows
 from ecospec_jax.config import RoutingShape
-from ecospec_jax.models.predictor import BackbonePredictor, top_experts
+from ecospec_jax.models.predictor import BackbonePredictor
 from ecospec_jax.training.sequences import PADDING, Packed, document_rows
 from ecospec_jax.training.traces import Trace
 
@@ -40,12 +39,14 @@ def pack(traces: Sequence[Trace], length: int, routing: RoutingShape) -> Example
     return Examples(jnp.asarray(tokens), jnp.asarray(live), jnp.asarray(experts))
 
 
+def rows_of(examples: Examples) -> Rows:
+    """Rows of whole sequences."""
+    return document_rows(Packed(examples.tokens_BT, jnp.where(examples.live_BT, 0, PADDING)))
+
+
 def sequence_logits(model: BackbonePredictor, examples: Examples) -> Float[Array, "batch tokens layers experts"]:
     """Logits of every token of whole sequences."""
-    batch, length = examples.tokens_BT.shape
-    documents_BT = jnp.where(examples.live_BT, 0, PADDING)
-    rows = document_rows(Packed(examples.tokens_BT, documents_BT))
-    return model.logits(rows, model.empty_cache(batch, length))[0]
+    return model.logits(rows_of(examples), model.empty_cache(*examples.tokens_BT.shape))[0]
 
 
 def multi_label_loss(model: BackbonePredictor, examples: Examples) -> Float[Array, ""]:
@@ -54,27 +55,12 @@ def multi_label_loss(model: BackbonePredictor, examples: Examples) -> Float[Arra
     experts = model.config.routing.experts
     wanted = jnp.sum(jax.nn.one_hot(examples.experts_BTLK, experts), axis=-2)
     loss_BTL = jnp.sum(optax.sigmoid_binary_cross_entropy(logits, wanted), axis=-1)
-    return jnp.sum(loss_BTL.mean(-1) * examples.live_BT) / jnp.maximum(jnp.sum(examples.live_BT), 1)
+    return jnp.sum(loss_BTL.mean(-1) * examples.live_BT) / jnp.maximum(live_tokens(examples), 1)
 
 
-@nnx.jit
-def overlap_counts(model: BackbonePredictor, examples: Examples) -> tuple[Float[Array, " layers"], Int[Array, ""]]:
-    """Per layer, chosen experts that were predicted; and the live tokens."""
-    routing = model.config.routing
-    predicted = top_experts(sequence_logits(model, examples), routing)
-    true = expert_bits.from_ids(examples.experts_BTLK, routing.experts)
-    return jnp.sum(expert_bits.count(predicted & true), axis=(0, 1)), jnp.sum(examples.live_BT)
-
-
-def top_k_overlap(model: BackbonePredictor, traces: Sequence[Trace], size: int, length: int) -> np.ndarray:
-    """Share of the true top-k experts among the predicted top-k, per layer, over all live tokens."""
-    hits, live = np.zeros(model.config.routing.layers), 0
-    for first in range(0, len(traces), size):
-        part = list(traces[first : first + size])
-        block = pack(part, length, model.config.routing)
-        hit_L, tokens = overlap_counts(model, block)
-        hits, live = hits + np.asarray(hit_L), live + int(tokens)
-    return hits / (model.config.routing.k * max(live, 1))
+def live_tokens(examples: Examples) -> Int[Array, ""]:
+    """What `multi_label_loss` is a mean over."""
+    return jnp.sum(examples.live_BT)
 
 
 @cache

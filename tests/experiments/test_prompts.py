@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from ecospec_jax import UserError
-from experiments.prompts import Prompt, read_prompts
+from experiments.prompts import Prompt, data_set_files, read_prompts
 
 DEMO = Path(__file__).parents[2] / "experiments" / "prompts" / "demo.jsonl"
 
@@ -66,3 +66,12 @@ def test_the_demo_has_24_prompts_of_every_kind() -> None:
     assert sum(len(prompt.turns) == 2 for prompt in prompts) >= 2
     assert sum("Python" in prompt.turns[0] for prompt in prompts) >= 5
     assert all(json.loads(line)["id"] for line in DEMO.read_text().splitlines())
+
+
+def test_data_sets_by_name_or_stem() -> None:
+    """What refuses them is tested with the command that takes them."""
+    assert data_set_files(["a/x.jsonl", "y=a/x.jsonl", "z=runs/lr=1/p.jsonl"]) == {
+        "x": Path("a/x.jsonl"),
+        "y": Path("a/x.jsonl"),
+        "z": Path("runs/lr=1/p.jsonl"),
+    }

@@ -1,7 +1,13 @@
 """Training of the backbone predictor: loss, batches, overlap, learning, exact resume."""
 
 import itertools
+import os
+import subprocess
+import sys
+from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +18,26 @@ from flax import nnx
 from ecospec_jax.checkpoint import parameters
 from ecospec_jax.config import SpecConfig
 from ecospec_jax.decoding import examine
+from ecospec_jax.errors import UserError
 from ecospec_jax.models.predictor import BackbonePredictor
-from ecospec_jax.training.predictor import multi_label_loss, optimiser, pack, sequence_logits, top_k_overlap
+from ecospec_jax.training.overlap import top_k_overlap
+from ecospec_jax.training.predictor import (
+    Examples,
+    live_tokens,
+    multi_label_loss,
+    optimiser,
+    pack,
+    sequence_logits,
+)
 from ecospec_jax.training.sequences import batches
-from ecospec_jax.training.traces import Trace, split_by_prompt
+from ecospec_jax.training.traces import Trace
 from ecospec_jax.training.trainer import Trainer
-from tests import tiny_predictors
+from tests import tiny, tiny_predictors
 from tests.tiny import quick_compilation
 from tests.tiny_predictors import PREDICTOR, ROUTING, TARGET, decode, make_plan, make_weights
 
 __all__ = ["quick_compilation"]
+ROOT = Path(__file__).parents[2]
 LENGTH, BATCH, STEPS = 16, 8, 300
 loss_of = nnx.jit(multi_label_loss)
 logits_of = nnx.jit(sequence_logits)
@@ -41,17 +57,27 @@ def token_routed_traces() -> tuple[list[Trace], list[Trace]]:
     graph, state = nnx.split(token_routed_target())
     _, ids_LBTK = jax.device_get(jax.jit(partial(examine, graph))(state, jnp.asarray(tokens_BT), jnp.asarray(lengths)))
     traces = [
-        Trace(str(b // 2), 1, tokens_BT[b, :n].astype(np.int32), ids_LBTK[:, b, :n].swapaxes(0, 1).astype(np.uint16))
+        Trace(
+            "texts",
+            str(b // 2),
+            1,
+            tokens_BT[b, :n].astype(np.int32),
+            ids_LBTK[:, b, :n].swapaxes(0, 1).astype(np.uint16),
+        )
         for b, n in enumerate(lengths)
     ]
-    return split_by_prompt(traces, 0.25, 0)
+    return traces[:36], traces[36:]
 
 
-def make_trainer(steps: int = STEPS, seed: int = 2) -> Trainer:
+def make_trainer(steps: int = STEPS, seed: int = 2, dtype: str = "float32", **how: Any) -> Trainer:
     model = tiny_predictors.make_backbone(seed=seed)
-    model.embedding.weight.set_value(token_routed_target().embedding.weight.get_value())
+    if dtype != "float32":
+        narrow = BackbonePredictor(PREDICTOR, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0))
+        nnx.update(narrow, jax.tree.map(lambda value: value.astype(dtype), nnx.state(model)))
+        model = narrow
+    model.embedding.weight.set_value(token_routed_target().embedding.weight.get_value().astype(dtype))
     transformation = optimiser(learning_rate=2e-2, steps=steps, warmup=10, weight_decay=0.01)
-    return Trainer(model, transformation, multi_label_loss)
+    return Trainer(model, transformation, multi_label_loss, **({"weigh": live_tokens} | how))
 
 
 def test_pack() -> None:
@@ -173,9 +199,85 @@ def test_resumed_training_equals_an_uninterrupted_one() -> None:
     assert len({*losses}) == 7
 
 
+CUTS = [1, 16, 2, 9, 16, 16, 3, 1, 5, 12, 1, 1] * 3
+
+
+def block(first: int) -> Examples:
+    """Sequences of very different lengths, so that a mean of means would be another one."""
+    train, _ = token_routed_traces()
+    cut = [replace(t, tokens_T=t.tokens_T[:n], experts_TLK=t.experts_TLK[:n]) for t, n in zip(train, CUTS, strict=True)]
+    return pack(cut[first : first + BATCH], LENGTH, ROUTING)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_accumulated_gradients_are_those_of_the_whole_batch(parts: int) -> None:
+    """Losses and parameters, to rounding."""
+    whole, in_parts = make_trainer(), make_trainer(parts=parts)
+    for first in (0, 8, 16):
+        assert float(in_parts.step(block(first))) == pytest.approx(float(whole.step(block(first))), rel=1e-6)
+    for ours, theirs in zip(jax.tree.leaves(in_parts.state), jax.tree.leaves(whole.state), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=1e-5)
+
+
+def test_parts_are_weighed_by_their_tokens() -> None:
+    """Without weights the result would be another one: the test above can fail."""
+    unweighed = make_trainer(parts=4, weigh=lambda examples: 1.0)
+    assert abs(float(unweighed.step(block(0))) / float(make_trainer().step(block(0))) - 1) > 1e-3
+
+
+def test_narrow_computation_has_wide_master_weights() -> None:
+    """The model computes in bfloat16; its weights add up steps too small for that, as the optimiser's moments do."""
+    wide, narrow = make_trainer(), make_trainer(dtype="bfloat16")
+    assert {value.dtype for value in jax.tree.leaves(nnx.state(narrow.model))} == {jnp.dtype("bfloat16")}
+    assert logits_of(narrow.model, block(0)).dtype == jnp.float32
+    losses = [(float(narrow.step(block(first))), float(wide.step(block(first)))) for first in (0, 8, 16)]
+    for ours, theirs in losses:
+        assert ours == pytest.approx(theirs, rel=0.02) and ours != theirs
+    wide_dtypes = {value.dtype for value in jax.tree.leaves(narrow.state) if value.dtype != jnp.int32}
+    assert wide_dtypes == {jnp.dtype("float32")}
+    unrounded = [x for x in jax.tree.leaves(narrow.state["trained"]) if (x != x.astype(jnp.bfloat16)).any()]
+    assert len(unrounded) > 5
+
+
+def test_two_devices_learn_what_one_does() -> None:
+    """In a process of its own, since the number of devices is fixed when JAX starts."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.training.test_predictor_training"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["equal"]
+
+
+@tiny.compiling_quickly()
+def train_on_two_devices() -> None:
+    """Each has half of every part and all parameters; a `state` can be taken up; judging works on both."""
+    one, two = make_trainer(), make_trainer(devices=2, parts=2)
+    kept = jax.tree.map(np.array, two.state)
+    losses = [(float(one.step(block(first))), float(two.step(block(first)))) for first in (0, 8, 16)]
+    np.testing.assert_allclose(*np.transpose(losses), rtol=1e-5)
+    for ours, theirs in zip(jax.tree.leaves(two.state), jax.tree.leaves(one.state), strict=True):
+        assert len(ours.sharding.device_set) == 2 and ours.sharding.is_fully_replicated
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=1e-5)
+    blocks = {shard.data.shape for shard in jax.device_put(block(0), two._split).tokens_BT.addressable_shards}
+    assert blocks == {(BATCH // 2, LENGTH)}
+    _, held_out = token_routed_traces()
+    found, wanted = (top_k_overlap(trainer.model, held_out, BATCH, LENGTH) for trainer in (two, one))
+    np.testing.assert_allclose(found, wanted, atol=0.02)
+    two.restore(kept)
+    assert [float(two.step(block(first))) for first in (0, 8, 16)] == [loss for _, loss in losses]
+    with pytest.raises(UserError, match="3 devices are asked for; there are 2"):
+        make_trainer(devices=3)
+    print("equal")
+
+
 def test_checkpoints_hold_no_embedding() -> None:
     """It is the target's."""
     model = tiny_predictors.make_backbone()
     assert isinstance(model, BackbonePredictor) and model.config == PREDICTOR
     trained = make_trainer().state["trained"]
     assert "embedding" not in trained and set(trained) == {"projection", "backbone", "heads"}
+
+
+if __name__ == "__main__":
+    train_on_two_devices()
