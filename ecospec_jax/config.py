@@ -475,6 +475,7 @@ class DrafterFeaturesConfig:
         embedding_size: width of the token embedding, which is the target's own, frozen.
         state_size: width of the drafter's states.
         rank: width between them and the experts.
+        drafter_hash: whose states they are (`Manifest.drafter_hash`).
         routing: what is predicted.
     """
 
@@ -482,6 +483,7 @@ class DrafterFeaturesConfig:
     embedding_size: int
     state_size: int
     rank: int
+    drafter_hash: str
     routing: RoutingShape
     family: Literal["drafter_features"] = "drafter_features"
     __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
@@ -495,11 +497,13 @@ class TargetGatesConfig:
         target: whose routers are used, frozen.
         state_size: width of the drafter's states.
         rank: width between them and the guess.
+        drafter_hash: whose states they are (`Manifest.drafter_hash`).
     """
 
     target: ModelConfig
     state_size: int
     rank: int
+    drafter_hash: str
     family: Literal["target_gates"] = "target_gates"
     __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
 

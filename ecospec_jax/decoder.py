@@ -69,6 +69,7 @@ class Decoder:
         tokenizer: Tokenizer | None = None,
         predictors: Mapping[str, Predictor] | None = None,
         target_hash: str = "",
+        drafter_hash: str = "",
         acceptance: Acceptance | None = None,
         cost: CostModel | None = None,
     ) -> None:
@@ -81,12 +82,14 @@ class Decoder:
             tokenizer: None allows prompts of token ids only.
             predictors: expert predictors by name; `previous` and `oracle` need no training and are always there.
             target_hash: tells this target's weights from others (`Manifest.target_hash`); empty without a checkpoint.
+            drafter_hash: the same of the drafter's.
             acceptance: fitted models of the drafter's acceptance, where calibrated methods begin.
             cost: what methods that weigh costs go by; bytes from the configurations if not given.
         """
         _enable_compilation_cache()
         self.target, self.drafter, self.tokenizer, self.eos_ids = target, drafter, tokenizer, eos_ids
-        self.target_hash, self.acceptance, self.cost = target_hash, acceptance, cost
+        self.target_hash, self.drafter_hash = target_hash, drafter_hash
+        self.acceptance, self.cost = acceptance, cost
         self._target_split = nnx.split(target)
         self._drafter_split = (None, None) if drafter is None else nnx.split(drafter)
         available = {"previous": Previous(), "oracle": Oracle(), **(predictors or {})}
@@ -140,8 +143,16 @@ class Decoder:
             tokenizer=Tokenizer.load(folder / "tokenizer") if (folder / "tokenizer").is_dir() else None,
             predictors=None
             if predictor is None
-            else load_predictors(Path(predictor), manifest.target_hash, compute, target, placement),
+            else load_predictors(
+                Path(predictor),
+                manifest.target_hash,
+                compute,
+                target,
+                placement,
+                drafter_hash=head_manifest.drafter_hash,
+            ),
             target_hash=manifest.target_hash,
+            drafter_hash=head_manifest.drafter_hash,
             acceptance=read_acceptance(fitted, head_manifest.drafter_hash) if fitted.exists() else None,
             cost=cost,
         )

@@ -9,7 +9,7 @@ A policy of your own makes a method of your own; `Decoder.generate(method=Method
     decoder.generate(prompts, method=Method("first-level", policy=first_level))
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ecospec_jax.errors import UserError
 from ecospec_jax.rate import rate
@@ -61,9 +61,17 @@ METHODS = {
 
 
 def get_method(method: str | Method) -> Method:
-    """Looks a method up by name; an unknown name is a `UserError`."""
+    """Looks a method up by name, `NAME` or `NAME@PREDICTOR` with another predictor; unknown ones are a `UserError`."""
     if isinstance(method, Method):
         return method
-    if method not in METHODS:
-        raise UserError(f"unknown method '{method}'; known: {', '.join(METHODS)}")
-    return METHODS[method]
+    name, separator, predictor = method.partition("@")
+    if name not in METHODS:
+        raise UserError(f"unknown method '{name}'; known: {', '.join(METHODS)}")
+    found = METHODS[name]
+    if not separator:
+        return found
+    if found.predictor is None or not predictor:
+        raise UserError(
+            f"method '{method}': {name} takes no predictor" if predictor else f"'{method}' names no predictor"
+        )
+    return replace(found, name=method, predictor=predictor)

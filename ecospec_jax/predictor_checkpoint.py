@@ -91,9 +91,15 @@ def save_predictors(
 
 
 def load_predictors(
-    folder: Path, target_hash: str, dtype: jnp.dtype, target: Target, placement: Placement | None = None
+    folder: Path,
+    target_hash: str,
+    dtype: jnp.dtype,
+    target: Target,
+    placement: Placement | None = None,
+    *,
+    drafter_hash: str = "",
 ) -> dict[str, Predictor]:
-    """Loads all predictors of a folder; they must have been made for this very target."""
+    """Loads all predictors of a folder; they must have been made for this very target, and drafter if they read it."""
     file = folder / MANIFEST
     with reported_as_user_error(f"{file}: cannot be read", OSError, ValueError):
         values = json.loads(file.read_text())
@@ -111,6 +117,10 @@ def load_predictors(
             )
     if manifest.target_hash != target_hash:
         raise UserError(f"{file}: the predictors were made for another target (hash {manifest.target_hash[:12]})")
+    for name, config in manifest.predictors.items():
+        reads = getattr(config, "drafter_hash", drafter_hash)
+        if reads != drafter_hash:
+            raise UserError(f"{file}: predictor '{name}' reads the states of another drafter (hash {reads[:12]})")
     loaded = {}
     for name, config in manifest.predictors.items():
         module, stored = stored_parameters(config, dtype)

@@ -15,9 +15,11 @@ from rich.progress import track
 from ecospec_jax import Decoder, SamplingConfig, UserError
 from ecospec_jax.config import RoutingShape
 from ecospec_jax.errors import reported_as_user_error, run_command
+from ecospec_jax.training.states import TOO_EARLY, states_of
 from ecospec_jax.training.traces import (
     FORMAT,
     MANIFEST,
+    StateShape,
     Trace,
     TraceManifest,
     read_manifest,
@@ -50,11 +52,21 @@ class Settings:
     """Prompts in a shard."""
     seed: int = 0
     """Seed of sampling."""
+    drafter_states: bool = False
+    """Store the drafter's states as well, for predictors that read them; much larger than the rest."""
 
     @property
     def recipe(self) -> dict[str, str]:
         names = ("temperatures", "max_new_tokens", "seed")
         return {name: str(getattr(self, name)) for name in names}
+
+
+def state_shape(decoder: Decoder) -> StateShape:
+    """Of the drafter's states."""
+    if decoder.drafter is None:
+        raise UserError("--drafter-states needs a drafter; this model was converted without one")
+    (states_TSH,) = states_of(decoder.target, decoder.drafter, [[0] * (TOO_EARLY + 1)])
+    return StateShape(*states_TSH.shape[1:], drafter_hash=decoder.drafter_hash)
 
 
 def open_traces(settings: Settings, decoder: Decoder) -> TraceManifest:
@@ -64,7 +76,7 @@ def open_traces(settings: Settings, decoder: Decoder) -> TraceManifest:
         target_hash=decoder.target_hash,
         vocab_size=decoder.target.config.vocab_size,
         routing=RoutingShape.of(decoder.target.config),
-        states=None,
+        states=state_shape(decoder) if settings.drafter_states else None,
         recipe=settings.recipe,
     )
     if not (settings.out / MANIFEST).exists():
@@ -90,10 +102,13 @@ def trace(
             batch_size=settings.batch_size,
         )
         sequences = [ids + list(answer.tokens) for ids, answer in zip(inputs, result.generations, strict=True)]
-        for (_, prompt), ids, sequence, experts_TLK in zip(
-            prompts, inputs, sequences, decoder.routing(sequences), strict=True
+        states: Sequence[np.ndarray | None] = [None] * len(prompts)
+        if settings.drafter_states and decoder.drafter is not None:
+            states = states_of(decoder.target, decoder.drafter, sequences)
+        for (_, prompt), ids, sequence, experts_TLK, states_TSH in zip(
+            prompts, inputs, sequences, decoder.routing(sequences), states, strict=True
         ):
-            yield Trace(data_set, prompt.id, len(ids), np.array(sequence, np.int32), experts_TLK)
+            yield Trace(data_set, prompt.id, len(ids), np.array(sequence, np.int32), experts_TLK, states_TSH)
 
 
 def remaining(

@@ -187,7 +187,9 @@ def timings(settings: Settings, header: Header) -> dict[str, float]:
         raise UserError(f"{settings.target}: not the target that was recorded")
     loaded: dict[str, Predictor] = {
         "previous": Previous(),
-        **load_predictors(settings.predictor, decoder.target_hash, decoder.dtype, decoder.target),
+        **load_predictors(
+            settings.predictor, header.target_hash, decoder.dtype, decoder.target, drafter_hash=header.drafter_hash
+        ),
     }
     if missing := header.predictors.keys() - loaded.keys():
         raise UserError(f"{settings.predictor}: predictor '{min(missing)}' was recorded and is not there")

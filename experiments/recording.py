@@ -30,7 +30,6 @@ from rich.progress import track
 
 from ecospec_jax import Decoder, SamplingConfig, SpecConfig, UserError
 from ecospec_jax.cache import KVCache, Rows
-from ecospec_jax.checkpoint import read_manifest
 from ecospec_jax.config import (
     STRICT,
     DrafterConfig,
@@ -256,7 +255,6 @@ def header_of(
     decoder: Decoder,
     predictors: Mapping[str, Predictor],
     *,
-    drafter_hash: str,
     temperature: float,
     spec: SpecConfig,
     max_new_tokens: int,
@@ -270,7 +268,7 @@ def header_of(
     return Header(
         format=FORMAT,
         target_hash=decoder.target_hash,
-        drafter_hash=drafter_hash,
+        drafter_hash=decoder.drafter_hash,
         target=decoder.target.config,
         drafter=getattr(decoder.drafter, "config"),  # noqa: B009
         predictors={name: getattr(one, "config", None) for name, one in predictors.items()},
@@ -380,13 +378,15 @@ def shards(settings: Settings) -> Iterator[Path]:
     decoder = Decoder.load(settings.target, drafter=settings.drafter)
     predictors: dict[str, Predictor] = {"previous": Previous()}
     if settings.predictor is not None:
-        predictors |= load_predictors(settings.predictor, decoder.target_hash, decoder.dtype, decoder.target)
+        hashes = decoder.target_hash, decoder.drafter_hash
+        predictors |= load_predictors(
+            settings.predictor, hashes[0], decoder.dtype, decoder.target, drafter_hash=hashes[1]
+        )
     for prompt in prompts:
         decoder.check_fits(prompt.turns[0], settings.max_new_tokens, where=f"{settings.prompts}: {prompt.id}")
     header = header_of(
         decoder,
         predictors,
-        drafter_hash=read_manifest(settings.drafter or settings.target).drafter_hash,
         temperature=settings.temperature,
         spec=SpecConfig(depth=settings.depth, branch=settings.branch, budget=0),
         max_new_tokens=settings.max_new_tokens,

@@ -2,8 +2,9 @@
 
     python -m experiments.train_predictor --target converted/tiny-qwen3-moe --traces traces/tiny --out predictors/tiny
 
-Writes the trained backbone, the token table and the frequency prior, with their held-out top-k overlap per layer beside
-that of the previous token's experts. An interrupted training resumes exactly where its last checkpoint was.
+Writes the predictors that `--predictors` names, with their held-out top-k overlap per layer beside that of the previous
+token's experts. An interrupted training resumes exactly where its last checkpoint was. `drafter_features` and
+`target_gates` read the drafter's states: traces for them are collected with `--drafter-states`.
 """
 
 import shutil
@@ -22,25 +23,39 @@ from rich.console import Console
 from rich.table import Table
 
 from ecospec_jax import Decoder, UserError, expert_bits
+from ecospec_jax.checkpoint import borrow, borrowed_parameters, parameters
 from ecospec_jax.config import (
     BackboneConfig,
     BackbonePredictorConfig,
+    DrafterFeaturesConfig,
     FrequencyConfig,
     PredictorConfig,
     RopeConfig,
     RoutingShape,
+    TargetGatesConfig,
+    TokenPairsConfig,
     TokenTableConfig,
     to_json,
 )
 from ecospec_jax.errors import run_command
-from ecospec_jax.models.predictor import BackbonePredictor, Frequency, TokenTable
+from ecospec_jax.models.predictor import BackbonePredictor, Frequency, TokenPairs, TokenTable
+from ecospec_jax.models.state_predictors import DrafterFeatures, TargetGates
 from ecospec_jax.predictor_checkpoint import save_predictors
 from ecospec_jax.sharding import data_parallel
 from ecospec_jax.training.corpus import Corpus
 from ecospec_jax.training.overlap import Overlap, judge_of, judge_of_previous, overlaps, top_k_overlap
 from ecospec_jax.training.predictor import Examples, live_tokens, multi_label_loss, optimiser, pack
-from ecospec_jax.training.tables import best_experts, expert_counts, layer_prior, token_scores
-from ecospec_jax.training.traces import read_manifest
+from ecospec_jax.training.states import TOO_EARLY, choice_loss
+from ecospec_jax.training.tables import (
+    best_experts,
+    expert_counts,
+    frequent_pairs,
+    layer_prior,
+    pair_counts,
+    pair_scores,
+    token_scores,
+)
+from ecospec_jax.training.traces import StateShape, read_manifest
 from ecospec_jax.training.trainer import Trainer
 from experiments.options import require_positive
 from experiments.resuming import Patience, open_training, train, training_folder
@@ -59,6 +74,12 @@ class Settings:
     """Folder that `python -m experiments.collect_traces` wrote."""
     out: Path
     """Folder for the predictors; must not exist."""
+    predictors: tuple[str, ...] = ("backbone", "token_table", "frequency")
+    """What to make: backbone, drafter_features, target_gates, token_table, token_pairs, frequency."""
+    rank: int = 64
+    """Width between the drafter's states and what is made of them."""
+    pairs: int = 20000
+    """Most pairs of tokens that `token_pairs` knows."""
     width: int = 192
     """Hidden size of the backbone."""
     depth: int = 2
@@ -121,14 +142,74 @@ def open_corpus(settings: Settings, decoder: Decoder) -> Corpus:
     return Corpus(settings.traces, manifest, settings.held_out, settings.leave_out, settings.seed)
 
 
-def train_backbone(settings: Settings, decoder: Decoder, corpus: Corpus, console: Console) -> Made:
+def make_backbone(settings: Settings, decoder: Decoder, states: StateShape | None) -> BackbonePredictor:
+    """The backbone before its training."""
+    return BackbonePredictor(settings.backbone(decoder), dtype=jnp.dtype(settings.dtype), rngs=nnx.Rngs(settings.seed))
+
+
+def make_drafter_features(settings: Settings, decoder: Decoder, states: StateShape | None) -> DrafterFeatures:
+    """Heads on the drafter's states before their training."""
+    assert states is not None
+    target = decoder.target.config
+    config = DrafterFeaturesConfig(
+        vocab_size=target.vocab_size,
+        embedding_size=target.hidden_size,
+        state_size=states.hidden,
+        rank=settings.rank,
+        drafter_hash=states.drafter_hash,
+        routing=RoutingShape.of(target),
+    )
+    return DrafterFeatures(config, dtype=jnp.dtype(settings.dtype), rngs=nnx.Rngs(settings.seed))
+
+
+def make_target_gates(settings: Settings, decoder: Decoder, states: StateShape | None) -> TargetGates:
+    """The target's routers behind a guess that has yet to be trained."""
+    assert states is not None
+    config = TargetGatesConfig(decoder.target.config, states.hidden, settings.rank, states.drafter_hash)
+    return TargetGates(config, dtype=jnp.dtype(settings.dtype), rngs=nnx.Rngs(settings.seed))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A predictor that is trained.
+
+    Attributes:
+        make: the module.
+        loss: what is minimised.
+        first: number of the first token of a sequence that it can be judged on.
+    """
+
+    make: Callable[[Settings, Decoder, StateShape | None], Any]
+    loss: Callable[[Any, Examples], Array]
+    first: int = 0
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether it needs the drafter's states."""
+        return self.first > 0
+
+
+TRAINED = {
+    "backbone": Kind(make_backbone, multi_label_loss),
+    "drafter_features": Kind(make_drafter_features, choice_loss, TOO_EARLY),
+    "target_gates": Kind(make_target_gates, choice_loss, TOO_EARLY),
+}
+COUNTED = ("token_table", "token_pairs", "frequency")
+
+
+def train_predictor(settings: Settings, name: str, decoder: Decoder, corpus: Corpus, console: Console) -> Made:
     """Trains with checkpoints, from the last one there on."""
-    model = BackbonePredictor(settings.backbone(decoder), dtype=jnp.dtype(settings.dtype), rngs=nnx.Rngs(settings.seed))
-    model.embedding.weight.set_value(decoder.target.embedding.weight.get_value().astype(settings.dtype))
+    kind = TRAINED[name]
+    model = kind.make(settings, decoder, corpus.manifest.states)
+    borrow(model, model.config, decoder.target)
+    for path in borrowed_parameters(model.config):
+        value = parameters(model)[path]
+        value.set_value(value.get_value().astype(settings.dtype))
+    console.print(name)
     trainer = Trainer(
         model,
         optimiser(settings.learning_rate, settings.steps, settings.warmup, settings.weight_decay),
-        multi_label_loss,
+        kind.loss,
         parts=settings.accumulate,
         weigh=live_tokens,
         devices=settings.devices,
@@ -141,7 +222,8 @@ def train_backbone(settings: Settings, decoder: Decoder, corpus: Corpus, console
         return (pack(part, settings.length, model.config.routing) for part in upcoming)
 
     def report(step: int, loss: float) -> None:
-        overlap = top_k_overlap(trainer.model, judged, settings.batch_size, settings.length).mean()
+        size, length = settings.batch_size, settings.length
+        overlap = top_k_overlap(trainer.model, judged, size, length, first=kind.first).mean()
         console.print(f"step {step}: loss {loss:.3f}, held-out overlap {overlap:.3f}")
         if patience is not None:
             patience.judge(overlap)
@@ -150,7 +232,7 @@ def train_backbone(settings: Settings, decoder: Decoder, corpus: Corpus, console
         trainer,
         feed,
         steps=settings.steps,
-        checkpoints=training_folder(settings.out) / "checkpoints",
+        checkpoints=training_folder(settings.out) / name,
         every=settings.checkpoint_every,
         report=report,
         console=console,
@@ -161,24 +243,32 @@ def train_backbone(settings: Settings, decoder: Decoder, corpus: Corpus, console
     return model.config, trainer.model
 
 
-# What is trained: its part of the result, by name.
-TRAINED: dict[str, Callable[[Settings, Decoder, Corpus, Console], Made]] = {"backbone": train_backbone}
-
-
-def count_tables(decoder: Decoder, corpus: Corpus) -> tuple[dict[str, Made], int]:
-    """The predictors that are counted, in one pass; and how many tokens were counted."""
+def count_tables(settings: Settings, decoder: Decoder, corpus: Corpus) -> tuple[dict[str, Made], int]:
+    """The predictors that are counted; and how many tokens were counted."""
     routing, vocabulary = RoutingShape.of(decoder.target.config), decoder.target.config.vocab_size
     counts_VLE = expert_counts(corpus.learned(), vocabulary, routing)
+    scores_VLE = token_scores(counts_VLE)
 
     def sets(scores: np.ndarray) -> Array:
         return expert_bits.from_ids(jnp.asarray(best_experts(scores, routing.k)), routing.experts)
 
     table_config, frequency_config = TokenTableConfig(vocabulary, routing), FrequencyConfig(routing)
     table, frequency = TokenTable(table_config), Frequency(frequency_config)
-    table.bits_VLW.set_value(sets(token_scores(counts_VLE)))
+    table.bits_VLW.set_value(sets(scores_VLE))
     frequency.bits_LW.set_value(sets(layer_prior(counts_VLE)))
+    made: dict[str, Made] = {"token_table": (table_config, table), "frequency": (frequency_config, frequency)}
+    if "token_pairs" in settings.predictors:
+        pairs_P2 = frequent_pairs(corpus.learned(), settings.pairs)
+        config = TokenPairsConfig(vocabulary, len(pairs_P2), routing)
+        pairs = TokenPairs(config)
+        counts_PLE = pair_counts(corpus.learned(), pairs_P2, vocabulary, routing)
+        pairs.alone_VLW.set_value(table.bits_VLW.get_value())
+        pairs.first_U.set_value(jnp.asarray(np.searchsorted(pairs_P2[:, 0], np.arange(vocabulary + 1)), jnp.int32))
+        pairs.before_P.set_value(jnp.asarray(pairs_P2[:, 1]))
+        pairs.bits_PLW.set_value(sets(pair_scores(counts_PLE, scores_VLE[pairs_P2[:, 0]])))
+        made["token_pairs"] = (config, pairs)
     tokens = round(counts_VLE[:, 0].sum(dtype=np.float64) / routing.k)
-    return {"token_table": (table_config, table), "frequency": (frequency_config, frequency)}, tokens
+    return {name: one for name, one in made.items() if name in settings.predictors}, tokens
 
 
 def recipe(settings: Settings, decoder: Decoder, corpus: Corpus) -> dict[str, Any]:
@@ -193,14 +283,30 @@ def recipe(settings: Settings, decoder: Decoder, corpus: Corpus) -> dict[str, An
 def check(settings: Settings) -> None:
     """Refuses impossible settings before anything is written."""
     require_positive(settings, "width", "depth", "heads", "steps", "patience", "batch_size", "accumulate", "devices")
-    require_positive(settings, "length", "checkpoint_every")
+    require_positive(settings, "length", "checkpoint_every", "rank", "pairs")
     if settings.width % (2 * settings.heads):
         raise UserError(f"--width {settings.width} is not a multiple of twice --heads {settings.heads}")
     if not 0 <= settings.warmup < settings.steps:
         raise UserError(f"--warmup {settings.warmup} is not in 0..{settings.steps - 1}, the steps before the last")
     if settings.batch_size % settings.devices:
         raise UserError(f"--batch-size {settings.batch_size} is not a multiple of --devices {settings.devices}")
+    for name in settings.predictors:
+        if name not in (*TRAINED, *COUNTED):
+            raise UserError(f"unknown predictor '{name}'; known: {', '.join((*TRAINED, *COUNTED))}")
+    if not settings.predictors:
+        raise UserError("--predictors names no predictor")
     data_parallel(settings.devices)  # refuses more than there are
+
+
+def check_states(settings: Settings, decoder: Decoder, corpus: Corpus) -> None:
+    """Predictors that read the drafter's states need traces that hold them, of this drafter."""
+    states = corpus.manifest.states
+    for name in settings.predictors:
+        if name in TRAINED and TRAINED[name].reads_states:
+            if states is None:
+                raise UserError(f"{settings.traces}: no drafter's states, which '{name}' needs; collect them with them")
+            if states.drafter_hash != decoder.drafter_hash:
+                raise UserError(f"{settings.traces}: states of another drafter (hash {states.drafter_hash[:12]})")
 
 
 def run(settings: Settings) -> None:
@@ -210,13 +316,20 @@ def run(settings: Settings) -> None:
         raise UserError(f"{settings.out}: already exists; remove it or choose another name")
     decoder = Decoder.load(settings.target)
     corpus = open_corpus(settings, decoder)
-    counted, tokens = count_tables(decoder, corpus)
+    check_states(settings, decoder, corpus)
+    counted, tokens = count_tables(settings, decoder, corpus)
     open_training(training_folder(settings.out), recipe(settings, decoder, corpus))
-    trained = {name: make(settings, decoder, corpus, console) for name, make in TRAINED.items()}
-    models = trained | counted
+    models = counted | {
+        name: train_predictor(settings, name, decoder, corpus, console)
+        for name in settings.predictors
+        if name in TRAINED
+    }
 
     routing = RoutingShape.of(decoder.target.config)
-    judges = {name: judge_of(module, routing) for name, (_, module) in models.items()}
+    judges = {
+        name: judge_of(module, routing, first=TRAINED[name].first if name in TRAINED else 0)
+        for name, (_, module) in models.items()
+    }
     judges["previous"] = judge_of_previous(routing)
     judge = partial(overlaps, judges, size=settings.batch_size, length=settings.length, routing=routing)
     held_out = judge(corpus.held_out())
@@ -234,7 +347,7 @@ def run(settings: Settings) -> None:
             "batch_size": str(settings.batch_size * settings.accumulate),
             "learning_rate": str(settings.learning_rate),
             "training_tokens": str(tokens),
-            "held_out_tokens": str(held_out["token_table"].tokens),
+            "held_out_tokens": str(max(found.tokens for found in held_out.values())),
         }
         | {f"left out {name}": spelled(found, routing.k) for name, found in left_out.items()},
         dtype=jnp.dtype("bfloat16"),

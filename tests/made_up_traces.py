@@ -16,7 +16,8 @@ from ecospec_jax.training.traces import (
     write_shard,
 )
 
-VOCAB, ROUTING, STATES = 23, RoutingShape(layers=3, experts=70, k=2), StateShape(states=2, hidden=5)
+VOCAB, ROUTING = 23, RoutingShape(layers=3, experts=70, k=2)
+STATES = StateShape(states=2, hidden=5, drafter_hash="cd" * 32)
 
 
 def make_trace(prompt: str, length: int, seed: int, data_set: str = "one", states: StateShape | None = None) -> Trace:

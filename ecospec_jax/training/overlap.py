@@ -60,9 +60,9 @@ def _groups(items: Iterable[ItemT], size: int) -> Iterator[list[ItemT]]:
         yield group
 
 
-def judge_of(predictor: Any, routing: RoutingShape) -> Judge:
-    """Counts what a predictor, which looks at tokens only, names for each token."""
-    return partial(_predicted, predictor, routing=routing)
+def judge_of(predictor: Any, routing: RoutingShape, *, first: int = 0) -> Judge:
+    """Counts what a predictor names for each token from number `first` of a sequence on."""
+    return partial(_predicted, predictor, routing=routing, first=first)
 
 
 def judge_of_previous(routing: RoutingShape) -> Judge:
@@ -70,24 +70,29 @@ def judge_of_previous(routing: RoutingShape) -> Judge:
     return partial(_previous, routing=routing)
 
 
-def top_k_overlap(model: Any, traces: Iterable[Trace], size: int, length: int) -> Float[np.ndarray, " layers"]:
+def top_k_overlap(
+    model: Any, traces: Iterable[Trace], size: int, length: int, *, first: int = 0
+) -> Float[np.ndarray, " layers"]:
     """Share of the true top-k experts among a trained predictor's top-k."""
     routing = model.config.routing
-    judges = {"model": judge_of(model, routing)}
+    judges = {"model": judge_of(model, routing, first=first)}
     return overlaps(judges, traces, size=size, length=length, routing=routing)["model"].share(routing.k)
 
 
-@partial(nnx.jit, static_argnames="routing")
-def _predicted(predictor: Any, examples: Examples, *, routing: RoutingShape) -> Counts:
+@partial(nnx.jit, static_argnames=("routing", "first"))
+def _predicted(predictor: Any, examples: Examples, *, routing: RoutingShape, first: int) -> Counts:
     batch, length = examples.tokens_BT.shape
 
     def route(_: Any) -> ExpertSets:
         raise NotImplementedError("the target is not at hand")
 
-    true_BTLW = _true(examples, routing)
-    evidence = Evidence(jnp.zeros_like(true_BTLW[:, 0]), route)
+    counted_BT = examples.live_BT & (jnp.arange(length) >= first)
+    true_BTLW = jnp.where(counted_BT[..., None, None], _true(examples, routing), jnp.uint32(0))
+    before_BT = jnp.pad(examples.tokens_BT[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    states_BTH = None if examples.states_BTSH is None else examples.states_BTSH[:, :, 0]
+    evidence = Evidence(jnp.zeros_like(true_BTLW[:, 0]), route, before_BT, states_BTH)
     predicted_BTLW, _ = predictor(rows_of(examples), predictor.empty_cache(batch, length), evidence)
-    return jnp.sum(expert_bits.count(predicted_BTLW & true_BTLW), axis=(0, 1)), jnp.sum(examples.live_BT)
+    return jnp.sum(expert_bits.count(predicted_BTLW & true_BTLW), axis=(0, 1)), jnp.sum(counted_BT)
 
 
 @partial(jax.jit, static_argnames="routing")

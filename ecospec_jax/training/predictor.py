@@ -1,4 +1,4 @@
-"""Training of a backbone predictor: batches of traces, multi-label loss, AdamW with a cosine schedule."""
+"""Training of predictors: batches of traces, AdamW with a cosine schedule; the loss of a backbone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +20,15 @@ from ecospec_jax.training.traces import Trace
 @jax.tree_util.register_dataclass
 @dataclass
 class Examples:
-    """A batch of right-padded sequences with their routing; padding has expert id E in every place."""
+    """A batch of right-padded sequences with their routing; padding has expert id E in every place.
+
+    `states_BTSH` are the drafter's (`training/states.py`), float32, if the traces hold them.
+    """
 
     tokens_BT: Int[Array, "batch tokens"]
     live_BT: Bool[Array, "batch tokens"]
     experts_BTLK: Int[Array, "batch tokens layers k"]
+    states_BTSH: Float[Array, "batch tokens steps state"] | None = None
 
 
 def pack(traces: Sequence[Trace], length: int, routing: RoutingShape) -> Examples:
@@ -36,7 +40,10 @@ def pack(traces: Sequence[Trace], length: int, routing: RoutingShape) -> Example
     for row, trace in enumerate(traces):
         n = min(length, len(trace.tokens_T))
         tokens[row, :n], live[row, :n], experts[row, :n] = trace.tokens_T[:n], True, trace.experts_TLK[:n]
-    return Examples(jnp.asarray(tokens), jnp.asarray(live), jnp.asarray(experts))
+    states = [trace.states_TSH[:length] for trace in traces if trace.states_TSH is not None]
+    padded = [np.pad(part.astype(np.float32), ((0, length - len(part)), (0, 0), (0, 0))) for part in states]
+    states_BTSH = jnp.asarray(np.stack(padded)) if padded else None
+    return Examples(jnp.asarray(tokens), jnp.asarray(live), jnp.asarray(experts), states_BTSH)
 
 
 def rows_of(examples: Examples) -> Rows:

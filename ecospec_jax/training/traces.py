@@ -42,7 +42,8 @@ class Trace:
         prompt_length: tokens of the prompt.
         tokens_T: int32, prompt and answer.
         experts_TLK: uint16, chosen experts of each token and MoE layer, best first.
-        states_TSH: float16, the drafter's states of each token, if the traces hold them.
+        states_TSH: float16, the drafter's states that would propose each token (`training/states.py`), if they are
+            held.
     """
 
     data_set: str
@@ -55,10 +56,11 @@ class Trace:
 
 @dataclass(frozen=True)
 class StateShape:
-    """A drafter's states of a token: `states` vectors of `hidden` numbers."""
+    """A drafter's states of a token: `states` vectors of `hidden` numbers, and whose they are."""
 
     states: int
     hidden: int
+    drafter_hash: str
     __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
 
 

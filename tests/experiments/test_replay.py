@@ -71,7 +71,6 @@ def record(decoder: Decoder, predictors: dict[str, Predictor], temperature: floa
     header = header_of(
         decoder,
         predictors,
-        drafter_hash="drafter",
         temperature=temperature,
         spec=SPEC,
         max_new_tokens=NEW,

@@ -134,7 +134,7 @@ def features_by_hand(model, token: int, state: np.ndarray) -> np.ndarray:
 
 def test_drafter_features() -> None:
     """The best k of each layer by the formula."""
-    config = DrafterFeaturesConfig(TARGET.vocab_size, TARGET.hidden_size, STATE, 9, ROUTING)
+    config = DrafterFeaturesConfig(TARGET.vocab_size, TARGET.hidden_size, STATE, 9, "", ROUTING)
     model = tiny.randomised(lambda: DrafterFeatures(config, dtype=F32, rngs=nnx.Rngs(0)), 1)
     weight, bias = np.asarray(model.heads.weight[...]), np.asarray(model.heads.bias[...])
     sets = judged(model)
@@ -148,7 +148,7 @@ def test_drafter_features() -> None:
 def test_target_gates_ask_the_targets_own_routers(target_config) -> None:
     """Of the right layers, with their rules: sets are what each of the target's routers chooses for the guess."""
     target = tiny.randomised(lambda: TARGETS[target_config.family](target_config, dtype=F32, rngs=nnx.Rngs(0)), 2)
-    config = TargetGatesConfig(target_config, STATE, 9)
+    config = TargetGatesConfig(target_config, STATE, 9, "")
     model = tiny.randomised(lambda: TargetGates(config, dtype=F32, rngs=nnx.Rngs(0)), 1)
     borrow(model, config, target)
     lent = parameters(target)
