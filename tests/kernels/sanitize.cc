@@ -52,7 +52,7 @@ bool check(const Variant& variant, Format format, int64_t rows, int64_t cols, in
 
   // Aligned to 64 bytes, as PackedRows makes them, without room behind.
   auto run = [&](const Variant& v, const std::vector<std::vector<float>>& x, std::vector<std::vector<float>>& y) {
-    const size_t size = (v.packed_bytes(format, cols) + 63) / 64 * 64;
+    const size_t size = (v.packed_bytes(format, cols, rounded) + 63) / 64 * 64;
     std::vector<uint8_t*> packed;
     std::vector<float*> out;
     for (int r = 0; r < count; r++) {
@@ -62,8 +62,9 @@ bool check(const Variant& variant, Format format, int64_t rows, int64_t cols, in
       out.push_back(y.back().data());
     }
     const int64_t middle = draw(0, rows);
-    v.multiply(matrix, 0, middle, packed.data(), count, rounded, out.data(), matrix.weight);
-    v.multiply(matrix, middle, rows, packed.data(), count, rounded, out.data(), matrix.weight);
+    const Rows upper{matrix, 0, middle}, lower{matrix, middle, rows};
+    v.multiply(upper, packed.data(), count, rounded, out.data(), lower);
+    v.multiply(lower, packed.data(), count, rounded, out.data(), upper);
     for (uint8_t* row : packed) std::free(row);
   };
   std::vector<std::vector<float>> x, ours, expected;

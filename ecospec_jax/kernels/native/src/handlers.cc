@@ -42,23 +42,34 @@ Matrix matrix_of(Format format, const ffi::AnyBuffer& weight, const ffi::AnyBuff
           static_cast<const uint8_t*>(scales.untyped_data()), rows, cols};
 }
 
+// What a thread keeps for its next call, since fresh memory costs a page fault a page.
+struct Workspace {
+  PackedRows packed, packed_h;
+  std::vector<float> row, sums, products, gate, up;
+};
+
+Workspace& workspace() {
+  static thread_local Workspace kept;
+  return kept;
+}
+
 ffi::Error dense(int64_t format, ffi::AnyBuffer x, ffi::AnyBuffer weight, ffi::AnyBuffer scales,
                  ffi::Result<ffi::AnyBuffer> y) {
   const int64_t count = x.dimensions()[0], cols = x.dimensions()[1], rows = y->dimensions()[1];
   const Floats floats(x);
-  PackedRows packed(static_cast<Format>(format), cols, floats.narrow);
-  packed.resize(count);
-  std::vector<float> scratch, sums(count * rows);
+  const Matrix matrix = matrix_of(static_cast<Format>(format), weight, scales, rows, cols);
+  Workspace& own = workspace();
+  own.packed.reset(count, matrix.format, cols, floats.narrow);
+  own.sums.resize(count * rows);
   std::vector<const uint8_t*> in(count);
   std::vector<float*> out(count);
   for (int64_t r = 0; r < count; r++) {
-    packed.set(r, floats.row(r * cols, cols, scratch));
-    in[r] = packed.at(r);
-    out[r] = sums.data() + r * rows;
+    own.packed.set(r, floats.row(r * cols, cols, own.row));
+    in[r] = own.packed.at(r);
+    out[r] = own.sums.data() + r * rows;
   }
-  const Matrix matrix = matrix_of(packed.format(), weight, scales, rows, cols);
-  multiply(matrix, in, floats.narrow, out, matrix.weight + rows * matrix.row_bytes());
-  store(*y, 0, sums.data(), count * rows);
+  multiply(matrix, in, floats.narrow, out, matrix);
+  store(*y, 0, own.sums.data(), count * rows);
   return ffi::Error::Success();
 }
 
@@ -90,11 +101,10 @@ ffi::Error grouped_experts(int64_t format, int64_t count, int64_t ffn, bool spli
 
   const Floats floats(x);
   const bool rounded = floats.narrow;
-  PackedRows packed(stored, hidden, rounded), packed_h(stored, ffn, rounded);
-  packed.resize(rows);
-  std::vector<float> scratch;
+  auto& [packed, packed_h, row, sums, products, gate_part, up_part] = workspace();
+  packed.reset(rows, stored, hidden, rounded);
   for (int64_t r = 0; r < rows; r++)
-    if (live[r]) packed.set(r, floats.row(r * hidden, hidden, scratch));
+    if (live[r]) packed.set(r, floats.row(r * hidden, hidden, row));
 
   const int64_t gate_rows = split ? ffn : 2 * ffn;
   const Matrix gates = matrix_of(stored, gate_weight, gate_scales, gate_rows, hidden);
@@ -103,7 +113,8 @@ ffi::Error grouped_experts(int64_t format, int64_t count, int64_t ffn, bool spli
   const Floats gate_b(gate_bias), up_b(up_bias), down_b(down_bias);
   const bool biased = gate_bias.element_count() > 0, down_biased = down_bias.element_count() > 0;
 
-  std::vector<float> sums(rows * hidden, 0.0f), products, gate_row(ffn), up_row(ffn);
+  sums.assign(rows * hidden, 0.0f);
+  gate_part.resize(ffn), up_part.resize(ffn);
   std::vector<const uint8_t*> in;
   std::vector<float*> gate_out, up_out;
   std::vector<int64_t> used;
@@ -122,30 +133,29 @@ ffi::Error grouped_experts(int64_t format, int64_t count, int64_t ffn, bool spli
       gate_out.push_back(products.data() + i * wide);
       up_out.push_back(products.data() + i * wide + ffn);
     }
-    const Matrix up = ups.at(expert);
-    multiply(gates.at(expert), in, rounded, gate_out, split ? up.weight : down.weight);
-    if (split) multiply(up, in, rounded, up_out, down.weight);
-    fetch(down);
+    const Matrix gate = gates.at(expert), up = ups.at(expert);
+    multiply(gate, in, rounded, gate_out, split ? up : down);
+    if (split) multiply(up, in, rounded, up_out, down);
+    fetch(down, own);
 
-    packed_h.resize(own);
+    packed_h.reset(own, stored, ffn, rounded);
     for (int64_t i = 0; i < own; i++) {
-      if (split) {
-        std::copy_n(gate_out[i], ffn, gate_row.data());
-        std::copy_n(up_out[i], ffn, up_row.data());
-      } else {
-        for (int64_t f = 0; f < ffn; f++) gate_row[f] = gate_out[i][2 * f], up_row[f] = gate_out[i][2 * f + 1];
+      float* g = split ? gate_out[i] : gate_part.data();
+      float* u = split ? up_out[i] : up_part.data();
+      if (!split) {
+        for (int64_t f = 0; f < ffn; f++) g[f] = gate_out[i][2 * f], u[f] = gate_out[i][2 * f + 1];
       }
       if (biased) {
         for (int64_t f = 0; f < ffn; f++) {
-          gate_row[f] += split ? gate_b[expert * ffn + f] : gate_b[(expert * ffn + f) * 2];
-          up_row[f] += split ? up_b[expert * ffn + f] : gate_b[(expert * ffn + f) * 2 + 1];
+          g[f] += split ? gate_b[expert * ffn + f] : gate_b[(expert * ffn + f) * 2];
+          u[f] += split ? up_b[expert * ffn + f] : gate_b[(expert * ffn + f) * 2 + 1];
         }
       }
-      variant().activate(activation, gate_row.data(), up_row.data(), ffn);
-      packed_h.set(i, gate_row.data());
+      variant().activate(activation, g, u, ffn);
+      packed_h.set(i, g);
       in[i] = packed_h.at(i);
     }
-    multiply(down, in, rounded, gate_out, next.weight);
+    multiply(down, in, rounded, gate_out, next);
     for (int64_t i = 0; i < own; i++) {
       float* sum = sums.data() + pairs[e][i].row * hidden;
       const float* product = gate_out[i];

@@ -1,6 +1,7 @@
 // What a weight matrix is, and the routines an instruction set offers for it.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -47,6 +48,20 @@ struct Matrix {
   }
 };
 
+// Rows first .. last of a matrix. They can be read as several streams, each a share of them in order.
+constexpr int kStreams = 4;
+
+struct Rows {
+  Matrix matrix;
+  int64_t first, last;
+
+  // The first row of a stream, or of the one behind it if there are not enough rows.
+  int64_t begin(int stream) const { return first + stream * (last - first) / kStreams; }
+  // Rows of the longest stream.
+  int64_t share() const { return (last - first + kStreams - 1) / kStreams; }
+  const uint8_t* start(int stream) const { return matrix.weight + begin(stream) * matrix.row_bytes(); }
+};
+
 // What lies between an expert's projections (ecospec_jax/kernels/grouped_experts/activations.py).
 struct Activation {
   bool clamped;
@@ -60,13 +75,13 @@ struct Activation {
 struct Variant {
   const char* name;
   // Bytes of one packed activation row.
-  size_t (*packed_bytes)(Format format, int64_t cols);
+  size_t (*packed_bytes)(Format format, int64_t cols, bool rounded);
   // Packs a row the way `multiply` reads it. With `rounded` the row is taken as bfloat16.
   void (*pack)(Format format, const float* x, int64_t cols, bool rounded, uint8_t* packed);
-  // out[r][first..last) = matrix[first..last) . x[r], for count <= kMaxRows packed rows. `after` is the memory that will
-  // be read next, which may be asked for ahead of its time.
-  void (*multiply)(const Matrix& matrix, int64_t first, int64_t last, const uint8_t* const* packed, int count,
-                   bool rounded, float* const* out, const uint8_t* after);
+  // out[r][n] = row n of the matrix . x[r], for count <= kMaxRows packed rows. `next` will be read next, and may be
+  // asked for ahead of its time.
+  void (*multiply)(const Rows& rows, const uint8_t* const* packed, int count, bool rounded, float* const* out,
+                   const Rows& next);
   // gate[i] = activation(gate[i], up[i]).
   void (*activate)(const Activation& activation, float* gate, const float* up, int64_t count);
 };

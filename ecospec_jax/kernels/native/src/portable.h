@@ -92,7 +92,8 @@ inline Lanes load(const float* from) {
 }
 
 template <int R>
-void multiply_rows(const Matrix& m, int64_t first, int64_t last, const uint8_t* const* packed, float* const* out) {
+void multiply_rows(const Rows& all, const uint8_t* const* packed, float* const* out) {
+  const auto& [m, first, last] = all;
   alignas(64) float tile[kWeightRows][kTile];
   for (int64_t n = first; n < last; n += kWeightRows) {
     const int rows = static_cast<int>(std::min<int64_t>(kWeightRows, last - n));
@@ -122,24 +123,23 @@ void multiply_rows(const Matrix& m, int64_t first, int64_t last, const uint8_t* 
   }
 }
 
-void multiply(const Matrix& m, int64_t first, int64_t last, const uint8_t* const* packed, int count, bool,
-              float* const* out, const uint8_t*) {
+void multiply(const Rows& rows, const uint8_t* const* packed, int count, bool, float* const* out, const Rows&) {
   switch (count) {
-    case 1: return multiply_rows<1>(m, first, last, packed, out);
-    case 2: return multiply_rows<2>(m, first, last, packed, out);
-    case 3: return multiply_rows<3>(m, first, last, packed, out);
-    case 4: return multiply_rows<4>(m, first, last, packed, out);
-    case 5: return multiply_rows<5>(m, first, last, packed, out);
-    case 6: return multiply_rows<6>(m, first, last, packed, out);
+    case 1: return multiply_rows<1>(rows, packed, out);
+    case 2: return multiply_rows<2>(rows, packed, out);
+    case 3: return multiply_rows<3>(rows, packed, out);
+    case 4: return multiply_rows<4>(rows, packed, out);
+    case 5: return multiply_rows<5>(rows, packed, out);
+    case 6: return multiply_rows<6>(rows, packed, out);
   }
 }
 
-size_t packed_bytes(Format, int64_t cols) { return (cols + kLanes - 1) / kLanes * kLanes * 4; }
+size_t packed_bytes(Format, int64_t cols, bool) { return (cols + kLanes - 1) / kLanes * kLanes * 4; }
 
 void pack(Format, const float* x, int64_t cols, bool rounded, uint8_t* packed) {
   float* out = reinterpret_cast<float*>(packed);
   for (int64_t i = 0; i < cols; i++) out[i] = rounded ? from_bfloat16(to_bfloat16(x[i])) : x[i];
-  std::fill(out + cols, out + packed_bytes(Format::kFloat32, cols) / 4, 0.0f);
+  std::fill(out + cols, out + packed_bytes(Format::kFloat32, cols, rounded) / 4, 0.0f);
 }
 
 }  // namespace

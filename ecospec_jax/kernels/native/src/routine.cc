@@ -29,8 +29,17 @@ const Variant& choose() {
 // Weights of this many bytes stay in the cache while several groups of activation rows pass over them.
 constexpr int64_t kCachedBytes = 1 << 18;
 
-// What memory delivers while activations are computed and packed.
-constexpr int64_t kFetchedBytes = 1 << 15;
+// Of each stream: what memory delivers while activations are computed and packed.
+constexpr int64_t kFetchedBytes = 1 << 13;
+
+int64_t groups_of(int64_t count) { return (count + kMaxRows - 1) / kMaxRows; }
+
+// The part of a matrix that begins at row `first`.
+Rows part(const Matrix& matrix, int64_t first, int64_t count) {
+  // With one group of rows there is nothing to come back for.
+  const int64_t cached = std::max<int64_t>(4, kCachedBytes / std::max<int64_t>(1, matrix.row_bytes()) / 4 * 4);
+  return {matrix, first, groups_of(count) == 1 ? matrix.rows : std::min(matrix.rows, first + cached)};
+}
 
 }  // namespace
 
@@ -48,28 +57,27 @@ void count_bytes(int64_t read) {
 }
 
 void multiply(const Matrix& matrix, const std::vector<const uint8_t*>& packed, bool rounded,
-              const std::vector<float*>& out, const uint8_t* after) {
-  const int64_t count = packed.size();
-  const int64_t groups = (count + kMaxRows - 1) / kMaxRows;
-  // With one group of rows there is nothing to come back for.
-  int64_t step = groups == 1 ? matrix.rows : std::max<int64_t>(4, kCachedBytes / std::max<int64_t>(1, matrix.row_bytes()) / 4 * 4);
-  for (int64_t first = 0; first < matrix.rows; first += step) {
-    const int64_t last = std::min(matrix.rows, first + step);
+              const std::vector<float*>& out, const Matrix& next) {
+  const int64_t count = packed.size(), groups = groups_of(count);
+  for (int64_t first = 0; first < matrix.rows;) {
+    const Rows rows = part(matrix, first, count);
+    const Rows behind = rows.last < matrix.rows ? part(matrix, rows.last, count) : part(next, 0, count);
     for (int64_t g = 0; g < groups; g++) {
       // Groups of equal size: 9 rows are 5 and 4, not 6 and 3.
       const int64_t begin = g * count / groups, end = (g + 1) * count / groups;
-      // Another group will pass over the same weights, or the rows behind them come next, or another matrix.
-      const uint8_t* behind = matrix.weight + last * matrix.row_bytes();
-      variant().multiply(matrix, first, last, packed.data() + begin, static_cast<int>(end - begin), rounded,
-                         out.data() + begin, last == matrix.rows && g == groups - 1 ? after : behind);
+      variant().multiply(rows, packed.data() + begin, static_cast<int>(end - begin), rounded, out.data() + begin,
+                         g == groups - 1 ? behind : rows);
     }
+    first = rows.last;
   }
   count_bytes(matrix.bytes());
 }
 
-void fetch(const Matrix& matrix) {
-  const int64_t size = std::min<int64_t>(kFetchedBytes, matrix.rows * matrix.row_bytes());
-  for (int64_t line = 0; line < size; line += 64) __builtin_prefetch(matrix.weight + line, 0, 2);
+void fetch(const Matrix& matrix, int64_t count) {
+  const Rows rows = part(matrix, 0, count);
+  const int64_t size = std::min(kFetchedBytes, rows.share() * matrix.row_bytes());
+  for (int64_t line = 0; line < size; line += 64)
+    for (int stream = 0; stream < kStreams; stream++) __builtin_prefetch(rows.start(stream) + line, 0, 2);
 }
 
 }  // namespace ecospec
