@@ -31,12 +31,14 @@ from jaxtyping import Array
 
 from ecospec_jax.config import (
     STRICT,
+    BackboneConfig,
     BackbonePredictorConfig,
     DrafterConfig,
     Eagle3Config,
     ModelConfig,
     MtpConfig,
     PredictorConfig,
+    TargetEmbedding,
     from_json,
     to_json,
 )
@@ -156,7 +158,7 @@ def parameters(module: Any) -> dict[str, nnx.Variable]:
 
 
 def stored_parameters(
-    config: ModelConfig | DrafterConfig | PredictorConfig, dtype: jnp.dtype
+    config: ModelConfig | DrafterConfig | BackboneConfig | PredictorConfig, dtype: jnp.dtype
 ) -> tuple[Any, dict[str, nnx.Variable]]:
     """A module without values, and those of its variables that a checkpoint holds; the target lends the others."""
     module = abstract(config, dtype)
@@ -170,12 +172,15 @@ def published_dtypes(config: ModelConfig | DrafterConfig) -> dict[str, np.dtype]
     return {path: variable.get_value().dtype for path, variable in parameters(module).items()}
 
 
-def borrowed_parameters(config: ModelConfig | DrafterConfig | PredictorConfig) -> tuple[str, ...]:
+def borrowed_parameters(
+    config: ModelConfig | DrafterConfig | BackboneConfig | PredictorConfig,
+) -> tuple[str, ...]:
     """Parameters that a drafter or predictor takes from its target."""
     if isinstance(config, Eagle3Config | MtpConfig):
         owned = {"embedding.weight": config.own_embedding, "head.weight": config.own_head}
         return tuple(path for path, own in owned.items() if not own)
-    return ("embedding.weight",) if isinstance(config, BackbonePredictorConfig) else ()
+    borrows = isinstance(config, BackbonePredictorConfig) and isinstance(config.bridge, TargetEmbedding)
+    return ("embedding.weight",) if borrows else ()
 
 
 def borrow(module: Any, config: DrafterConfig | PredictorConfig, target: Target) -> None:

@@ -395,7 +395,7 @@ class RoutingShape:
 
 @dataclass(frozen=True)
 class BackboneConfig:
-    """Dense Qwen3 transformer (docs/formats.md A.5), without embedding and head."""
+    """Dense Qwen3 or Qwen2 transformer (docs/formats.md A.5, A.6), without embedding and head."""
 
     hidden_size: int
     num_layers: int
@@ -405,6 +405,7 @@ class BackboneConfig:
     intermediate_size: int
     rms_norm_eps: float
     rope: RopeConfig
+    family: Literal["qwen3", "qwen2"] = "qwen3"
     __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
 
     def __post_init__(self) -> None:
@@ -412,22 +413,68 @@ class BackboneConfig:
 
 
 @dataclass(frozen=True)
+class TargetEmbedding:
+    """Bridge: the target's token embedding, frozen, through a learned projection."""
+
+    kind: Literal["target_embedding"] = "target_embedding"
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
+
+
+@dataclass(frozen=True)
+class SharedVocabulary:
+    """Bridge: the backbone's own token embedding, which knows the target's ids."""
+
+    kind: Literal["shared"] = "shared"
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
+
+
+@dataclass(frozen=True)
+class Retokenise:
+    """Bridge: the backbone's own token embedding, which reads each target token as tokens of the backbone.
+
+    Attributes:
+        vocab_size: the backbone's vocabulary.
+        subtokens: most of its tokens that a target token is read as.
+    """
+
+    vocab_size: int
+    subtokens: int
+    kind: Literal["retokenise"] = "retokenise"
+    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
+
+    def __post_init__(self) -> None:
+        _require(self.subtokens >= 1, f"a token is read as at least 1 sub-token, not {self.subtokens}")
+
+
+Bridge = Annotated[TargetEmbedding | SharedVocabulary | Retokenise, pydantic.Field(discriminator="kind")]
+
+
+@dataclass(frozen=True)
 class BackbonePredictorConfig:
-    """Trained expert predictor: token embedding, projection, backbone, one head per MoE layer.
+    """Trained expert predictor: token embedding, backbone, one head per MoE layer.
 
     Attributes:
         vocab_size: the target's vocabulary.
-        embedding_size: width of the token embedding, which is the target's own, frozen.
+        embedding_size: width of the token embedding.
         backbone: the transformer.
         routing: what is predicted.
+        bridge: how the backbone reads the target's tokens.
     """
 
     vocab_size: int
     embedding_size: int
     backbone: BackboneConfig
     routing: RoutingShape
+    bridge: Bridge = TargetEmbedding()
     family: Literal["backbone"] = "backbone"
     __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
+
+    def __post_init__(self) -> None:
+        width, hidden = self.embedding_size, self.backbone.hidden_size
+        _require(
+            isinstance(self.bridge, TargetEmbedding) or width == hidden,
+            f"the backbone's own embedding has its hidden size {hidden}, not {width}",
+        )
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,8 @@ def _predict_bytes(config: PredictorConfig, bytes_per_weight: float) -> float:
     if not isinstance(config, BackbonePredictorConfig):
         return 0.0
     sizes = _sizes(config)
-    return _total(sizes, sizes.keys() - {"embedding.weight"}, bytes_per_weight)
+    rows_only = {"embedding.weight", "subtokens.ids_VS", "subtokens.counts_V"}
+    return _total(sizes, sizes.keys() - rows_only, bytes_per_weight)
 
 
 def fit_seconds(

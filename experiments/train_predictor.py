@@ -19,6 +19,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from convert.bridge import BridgeKind, published_predictor
 from ecospec_jax import Decoder, UserError, expert_bits
 from ecospec_jax.config import (
     BackboneConfig,
@@ -30,7 +31,8 @@ from ecospec_jax.config import (
     TokenTableConfig,
 )
 from ecospec_jax.errors import run_command
-from ecospec_jax.models.predictor import BackbonePredictor, Frequency, TokenTable
+from ecospec_jax.models.backbone_predictor import BackbonePredictor
+from ecospec_jax.models.predictor import Frequency, TokenTable
 from ecospec_jax.predictor_checkpoint import save_predictors
 from ecospec_jax.training.predictor import Examples, multi_label_loss, optimiser, pack, top_k_overlap
 from ecospec_jax.training.sequences import batches
@@ -75,8 +77,14 @@ class Settings:
     """Seed of initial weights, order and split."""
     checkpoint_every: int = 200
     """Steps between checkpoints, with a held-out overlap each."""
+    backbone: Path | None = None
+    """Published Qwen3 or Qwen2 folder (safetensors) to take the backbone from, in place of a new small one."""
+    bridge: BridgeKind | None = None
+    """With --backbone, how it reads the target's tokens: `shared` vocabulary, `target_embedding`, or `retokenise`."""
+    frozen: bool = False
+    """Train heads and projection only, not the published backbone."""
 
-    def backbone(self, target: Decoder) -> BackbonePredictorConfig:
+    def small_backbone(self, target: Decoder) -> BackbonePredictorConfig:
         config = target.target.config
         return BackbonePredictorConfig(
             vocab_size=config.vocab_size,
@@ -107,14 +115,24 @@ def load_traces(settings: Settings, decoder: Decoder) -> tuple[list[Trace], list
     return train, held_out
 
 
+def make_backbone(settings: Settings, decoder: Decoder) -> BackbonePredictor:
+    """The predictor before its training: of a published backbone, or of a small new one."""
+    target, dtype, rngs = decoder.target, jnp.dtype(jnp.float32), nnx.Rngs(settings.seed)
+    if settings.backbone is not None and settings.bridge is not None:
+        folder, bridge = settings.backbone, settings.bridge
+        return published_predictor(folder, bridge, target, decoder.tokenizer, dtype=dtype, rngs=rngs)
+    model = BackbonePredictor(settings.small_backbone(decoder), dtype=dtype, rngs=rngs)
+    model.embedding.weight.set_value(target.embedding.weight.get_value().astype(dtype))
+    return model
+
+
 def train_backbone(
-    settings: Settings, decoder: Decoder, training: list[Trace], held_out: list[Trace], console: Console
+    settings: Settings, model: BackbonePredictor, training: list[Trace], held_out: list[Trace], console: Console
 ) -> BackbonePredictor:
     """Trains with checkpoints, from the last one there on."""
-    model = BackbonePredictor(settings.backbone(decoder), dtype=jnp.dtype("float32"), rngs=nnx.Rngs(settings.seed))
-    model.embedding.weight.set_value(decoder.target.embedding.weight.get_value().astype(jnp.float32))
     transformation = optimiser(settings.learning_rate, settings.steps, settings.warmup, settings.weight_decay)
-    trainer = Trainer(model, transformation, multi_label_loss)
+    frozen = ("embedding", "backbone") if settings.frozen else ()
+    trainer = Trainer(model, transformation, multi_label_loss, frozen=frozen)
 
     def feed(first: int) -> Iterator[Examples]:
         upcoming = batches(training, settings.batch_size, settings.seed, first)
@@ -141,6 +159,7 @@ def recipe(settings: Settings, decoder: Decoder) -> dict[str, Any]:
     traces = {shard.file: shard.sha256 for shard in read_manifest(settings.traces).shards}
     free = ("target", "traces", "out", "checkpoint_every")
     options = {name: value for name, value in asdict(settings).items() if name not in free}
+    options["backbone"] = str(settings.backbone)
     return {"target_hash": decoder.target_hash, "traces": traces, "settings": options}
 
 
@@ -176,6 +195,14 @@ def check(settings: Settings) -> None:
     require_positive(settings, "width", "depth", "heads", "steps", "batch_size", "length", "checkpoint_every")
     if settings.width % (2 * settings.heads):
         raise UserError(f"--width {settings.width} is not a multiple of twice --heads {settings.heads}")
+    if (settings.backbone is None) != (settings.bridge is None):
+        raise UserError("--backbone and --bridge need each other: a bridge is how a published backbone reads tokens")
+    if settings.backbone is None and settings.frozen:
+        raise UserError("--frozen needs --backbone: a new backbone has nothing to keep")
+    if settings.backbone is not None:
+        for name in ("width", "depth", "heads"):
+            if getattr(settings, name) != getattr(Settings, name):
+                raise UserError(f"--{name} is of a new backbone; the one of --backbone has its own")
     if not 0 <= settings.warmup < settings.steps:
         raise UserError(f"--warmup {settings.warmup} is not in 0..{settings.steps - 1}, the steps before the last")
 
@@ -196,8 +223,9 @@ def run(settings: Settings) -> None:
     table, frequency = TokenTable(TokenTableConfig(vocabulary, routing)), Frequency(FrequencyConfig(routing))
     table.bits_VLW.set_value(expert_bits.from_ids(jnp.asarray(table_VLK), routing.experts))
     frequency.bits_LW.set_value(expert_bits.from_ids(jnp.asarray(frequency_LK), routing.experts))
+    backbone = make_backbone(settings, decoder)
     open_training(training_folder(settings.out), recipe(settings, decoder))
-    backbone = train_backbone(settings, decoder, training, held_out, console)
+    backbone = train_backbone(settings, backbone, training, held_out, console)
 
     overlap = {
         "backbone": tuple(top_k_overlap(backbone, held_out, settings.batch_size, settings.length).tolist()),
@@ -214,6 +242,8 @@ def run(settings: Settings) -> None:
         "steps": str(settings.steps),
         "batch_size": str(settings.batch_size),
         "learning_rate": str(settings.learning_rate),
+        "backbone": str(settings.backbone or "new"),
+        "frozen": str(settings.frozen),
         "training_tokens": str(sum(len(trace.tokens_T) for trace in training)),
         "held_out_tokens": str(sum(len(trace.tokens_T) for trace in held_out)),
     }

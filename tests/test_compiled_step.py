@@ -24,8 +24,8 @@ from ecospec_jax.config import (
 )
 from ecospec_jax.cost import byte_model
 from ecospec_jax.decoding import StepPlan, Weights
+from ecospec_jax.models.backbone_predictor import BackbonePredictor
 from ecospec_jax.models.eagle3 import Eagle3
-from ecospec_jax.models.predictor import BackbonePredictor
 from ecospec_jax.models.qwen3_moe import Qwen3Moe
 from ecospec_jax.program import Program
 from ecospec_jax.rate import rate

@@ -13,7 +13,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ecospec_jax import expert_bits
 from ecospec_jax.config import RoutingShape
-from ecospec_jax.models.predictor import BackbonePredictor, top_experts
+from ecospec_jax.models.backbone_predictor import BackbonePredictor
+from ecospec_jax.models.predictor import top_experts
 from ecospec_jax.training.sequences import PADDING, Packed, document_rows
 from ecospec_jax.training.traces import Trace
 

@@ -3,7 +3,7 @@
 What is compiled serves every model of the same form, whichever trainer or caller it belongs to.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -38,12 +38,18 @@ class Trainer(Generic[ModelT, BatchT]):
         model: ModelT,
         transformation: optax.GradientTransformation,
         loss: Callable[[ModelT, BatchT], Float[Array, ""]],
+        *,
+        frozen: Sequence[str] = (),
     ) -> None:
-        """Takes the model's values over; read them back from `model`. What it borrows from its target stays."""
+        """Takes the model's values over; read them back from `model`.
+
+        What it borrows from its target stays as it is, and so do the submodules named in `frozen`.
+        """
         borrowed = borrowed_parameters(model.config)
 
         def is_trained(path: tuple[Any, ...], value: Any) -> bool:
-            return isinstance(value, nnx.Param) and ".".join(map(str, path)) not in borrowed
+            stays = path[0] in frozen or ".".join(map(str, path)) in borrowed
+            return isinstance(value, nnx.Param) and not stays
 
         self._graph, trained, self._frozen = nnx.split(model, is_trained, ...)
         self._transformation, self._loss = transformation, loss

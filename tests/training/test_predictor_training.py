@@ -12,7 +12,7 @@ from flax import nnx
 from ecospec_jax.checkpoint import parameters
 from ecospec_jax.config import SpecConfig
 from ecospec_jax.decoding import examine
-from ecospec_jax.models.predictor import BackbonePredictor
+from ecospec_jax.models.backbone_predictor import BackbonePredictor
 from ecospec_jax.training.predictor import multi_label_loss, optimiser, pack, sequence_logits, top_k_overlap
 from ecospec_jax.training.sequences import batches
 from ecospec_jax.training.traces import Trace, split_by_prompt
