@@ -16,8 +16,9 @@ from convert.hf_config import HFConfig
 from convert.safetensors_reader import SafetensorsReader
 from ecospec_jax.config import DrafterConfig, ModelConfig
 from ecospec_jax.errors import UserError
+from ecospec_jax.predictor_config import BackboneConfig
 
-ConfigT_co = TypeVar("ConfigT_co", bound=ModelConfig | DrafterConfig, covariant=True)
+ConfigT_co = TypeVar("ConfigT_co", bound=ModelConfig | DrafterConfig | BackboneConfig, covariant=True)
 FLOATS = ("BF16", "F16", "F32")
 _COMPARED_BYTES = 1 << 24
 
@@ -95,10 +96,10 @@ class Assembly:
 
 @dataclass(frozen=True)
 class Part(Generic[ConfigT_co]):
-    """A target or drafter ready to be converted.
+    """A target, drafter or backbone ready to be converted.
 
     Attributes:
-        role: `target` or `drafter`.
+        role: `target`, `drafter` or `backbone`.
         source: its `config.json`.
         assemblies: by parameter path; all that a converted folder stores.
     """
@@ -125,9 +126,17 @@ class Part(Generic[ConfigT_co]):
 
 
 def check_target(
-    part: Part[ModelConfig], *, tied: bool, head: str, embedding: str, unstored: frozenset[str] = frozenset()
+    part: Part[ModelConfig | BackboneConfig],
+    *,
+    tied: bool,
+    head: str,
+    embedding: str,
+    unstored: frozenset[str] = frozenset(),
 ) -> None:
-    """`Part.check` for a target. The tensor of a tied head may be there all the same, if it equals the embedding's."""
+    """`Part.check` for a target or backbone.
+
+    The tensor of a tied head may be there all the same, if it equals the embedding's.
+    """
     redundant = tied and head in part.reader.tensors
     part.check(unstored=unstored | frozenset({head} if redundant else ()))
     if redundant and not equal(part.reader, head, part.reader, embedding):

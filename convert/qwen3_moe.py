@@ -10,7 +10,7 @@ from convert.safetensors_reader import SafetensorsReader
 from ecospec_jax.checkpoint import stored_parameters
 from ecospec_jax.config import Qwen3MoeConfig
 
-_NAMES = {
+NAMES = {
     r"embedding\.weight": "model.embed_tokens.weight",
     r"norm\.weight": "model.norm.weight",
     r"head\.weight": "lm_head.weight",
@@ -65,5 +65,5 @@ def _config(source: HFConfig) -> Qwen3MoeConfig:
 def _assembly(path: str, shape: tuple[int, ...], reader: SafetensorsReader) -> Assembly:
     experts = _EXPERTS.fullmatch(path)
     if experts is None:
-        return Assembly.whole(translate(path, _NAMES), shape)
+        return Assembly.whole(translate(path, NAMES), shape)
     return Assembly.experts(f"model.layers.{experts['layer']}.mlp.experts", experts["kind"], shape, reader)

@@ -29,24 +29,20 @@ from flax import nnx
 from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array
 
-from ecospec_jax.config import (
-    STRICT,
-    BackbonePredictorConfig,
-    DrafterConfig,
-    DrafterFeaturesConfig,
-    Eagle3Config,
-    ModelConfig,
-    MtpConfig,
-    PredictorConfig,
-    TargetGatesConfig,
-    from_json,
-    to_json,
-)
+from ecospec_jax.config import STRICT, DrafterConfig, Eagle3Config, ModelConfig, MtpConfig, from_json, to_json
 from ecospec_jax.errors import UserError, reported_as_user_error
 from ecospec_jax.models import abstract
 from ecospec_jax.models.drafter import Drafter
 from ecospec_jax.models.moe import spread
 from ecospec_jax.models.target import Target
+from ecospec_jax.predictor_config import (
+    BackboneConfig,
+    BackbonePredictorConfig,
+    DrafterFeaturesConfig,
+    PredictorConfig,
+    TargetEmbedding,
+    TargetGatesConfig,
+)
 from ecospec_jax.sharding import Placement
 
 FORMAT = 2
@@ -159,7 +155,7 @@ def parameters(module: Any) -> dict[str, nnx.Variable]:
 
 
 def stored_parameters(
-    config: ModelConfig | DrafterConfig | PredictorConfig, dtype: jnp.dtype
+    config: ModelConfig | DrafterConfig | BackboneConfig | PredictorConfig, dtype: jnp.dtype
 ) -> tuple[Any, dict[str, nnx.Variable]]:
     """A module without values, and those of its variables that a checkpoint holds; the target lends the others."""
     module = abstract(config, dtype)
@@ -173,14 +169,16 @@ def published_dtypes(config: ModelConfig | DrafterConfig) -> dict[str, np.dtype]
     return {path: variable.get_value().dtype for path, variable in parameters(module).items()}
 
 
-def borrowed_parameters(config: ModelConfig | DrafterConfig | PredictorConfig) -> dict[str, str]:
+def borrowed_parameters(
+    config: ModelConfig | DrafterConfig | BackboneConfig | PredictorConfig,
+) -> dict[str, str]:
     """Parameters that a drafter or predictor takes from its target, and their names there."""
     embedding = "embedding.weight"
     match config:
         case Eagle3Config() | MtpConfig():
             owned = {embedding: config.own_embedding, "head.weight": config.own_head}
             return {path: path for path, own in owned.items() if not own}
-        case BackbonePredictorConfig():
+        case BackbonePredictorConfig(bridge=TargetEmbedding()):
             return {embedding: embedding}
         case DrafterFeaturesConfig():
             return {f"features.{embedding}": embedding}

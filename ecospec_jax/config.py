@@ -49,7 +49,8 @@ def read_json(kind: type[ConfigT], path: Path) -> ConfigT:
     return from_json(kind, values, str(path))
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
+    """A false condition is a `UserError`."""
     if not condition:
         raise UserError(message)
 
@@ -82,10 +83,10 @@ class RopeConfig:
     __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
 
     def __post_init__(self) -> None:
-        _require(self.theta > 0, f"rope theta must be positive, not {self.theta}")
-        _require(self.factor >= 1, f"rope factor must be at least 1, not {self.factor}")
+        require(self.theta > 0, f"rope theta must be positive, not {self.theta}")
+        require(self.factor >= 1, f"rope factor must be at least 1, not {self.factor}")
         if self.kind in ("llama3", "yarn"):
-            _require(self.original_max_positions is not None, f"rope kind {self.kind} needs original_max_positions")
+            require(self.original_max_positions is not None, f"rope kind {self.kind} needs original_max_positions")
 
 
 @dataclass(frozen=True)
@@ -159,15 +160,13 @@ class GptOssConfig:
 
     def __post_init__(self) -> None:
         _check_attention_and_experts(self)
-        _require(self.sliding_window >= 1, f"sliding_window must be at least 1, not {self.sliding_window}")
-        _require(self.swiglu_limit > 0, f"swiglu_limit must be positive, not {self.swiglu_limit}")
+        require(self.sliding_window >= 1, f"sliding_window must be at least 1, not {self.sliding_window}")
+        require(self.swiglu_limit > 0, f"swiglu_limit must be positive, not {self.swiglu_limit}")
         _require_layers("sliding_layers", self.sliding_layers, self.num_layers)
-        _require(len(set(self.sliding_layers)) < self.num_layers, "at least one layer must see every position")
+        require(len(set(self.sliding_layers)) < self.num_layers, "at least one layer must see every position")
         for name in ("hidden_size", "moe_intermediate_size"):
             size = getattr(self, name)
-            _require(
-                self.expert_storage == "plain" or size % 32 == 0, f"mxfp4 blocks hold 32 numbers; {name} is {size}"
-            )
+            require(self.expert_storage == "plain" or size % 32 == 0, f"mxfp4 blocks hold 32 numbers; {name} is {size}")
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -224,16 +223,16 @@ class DeepseekV3Config:
 
     def __post_init__(self) -> None:
         _check_experts(self)
-        _require(self.qk_rope_head_dim % 2 == 0, f"qk_rope_head_dim must be even, not {self.qk_rope_head_dim}")
-        _require(self.num_experts % self.groups == 0, f"{self.num_experts} experts do not form {self.groups} groups")
+        require(self.qk_rope_head_dim % 2 == 0, f"qk_rope_head_dim must be even, not {self.qk_rope_head_dim}")
+        require(self.num_experts % self.groups == 0, f"{self.num_experts} experts do not form {self.groups} groups")
         group = self.num_experts // self.groups
-        _require(group >= 2, "a group of experts is judged by its best two; groups have one")
-        _require(
+        require(group >= 2, "a group of experts is judged by its best two; groups have one")
+        require(
             1 <= self.groups_per_token <= self.groups and self.experts_per_token <= self.groups_per_token * group,
             f"{self.experts_per_token} experts a token do not fit into {self.groups_per_token} groups of {group}",
         )
-        _require(self.shared_experts >= 1, f"shared_experts must be at least 1, not {self.shared_experts}")
-        _require(
+        require(self.shared_experts >= 1, f"shared_experts must be at least 1, not {self.shared_experts}")
+        require(
             0 <= self.first_sparse_layer < self.num_layers,
             f"first_sparse_layer {self.first_sparse_layer} is not in 0..{self.num_layers - 1}",
         )
@@ -250,20 +249,20 @@ class DeepseekV3Config:
 
 
 def _check_attention_and_experts(config: "Qwen3MoeConfig | GptOssConfig") -> None:
-    _require(config.num_heads % config.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads")
-    _require(config.head_dim % 2 == 0, f"head_dim must be even, not {config.head_dim}")
+    require(config.num_heads % config.num_kv_heads == 0, "num_heads must be a multiple of num_kv_heads")
+    require(config.head_dim % 2 == 0, f"head_dim must be even, not {config.head_dim}")
     _check_experts(config)
 
 
 def _check_experts(config: "ModelConfig") -> None:
-    _require(
+    require(
         1 <= config.experts_per_token <= config.num_experts,
         f"experts_per_token {config.experts_per_token} is not in 1..{config.num_experts}",
     )
 
 
 def _require_layers(name: str, listed: tuple[int, ...], layers: int) -> None:
-    _require(all(0 <= layer < layers for layer in listed), f"{name} {listed} are not all in 0..{layers - 1}")
+    require(all(0 <= layer < layers for layer in listed), f"{name} {listed} are not all in 0..{layers - 1}")
 
 
 ModelConfig = Annotated[Qwen3MoeConfig | GptOssConfig | DeepseekV3Config, pydantic.Field(discriminator="family")]
@@ -311,30 +310,30 @@ class Eagle3Config:
     __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
 
     def __post_init__(self) -> None:
-        _require(self.num_heads % self.num_kv_heads == 0, "drafter num_heads must be a multiple of num_kv_heads")
-        _require(len(self.boundaries) > 0, "an EAGLE-3 drafter needs at least one boundary")
-        _require(
+        require(self.num_heads % self.num_kv_heads == 0, "drafter num_heads must be a multiple of num_kv_heads")
+        require(len(self.boundaries) > 0, "an EAGLE-3 drafter needs at least one boundary")
+        require(
             self.boundaries == (FINAL,) or min(self.boundaries) >= 0,
             f"boundaries {self.boundaries} are not all in 0..L",
         )
-        _require(
+        require(
             0 < self.draft_vocab_size <= self.vocab_size,
             f"draft_vocab_size {self.draft_vocab_size} is not in 1..{self.vocab_size}",
         )
-        _require(not (self.norm_before_fc and self.norm_each_boundary), "input_norm and fc_norm exclude each other")
-        _require(
+        require(not (self.norm_before_fc and self.norm_each_boundary), "input_norm and fc_norm exclude each other")
+        require(
             self.fc or not (self.norm_before_fc or self.norm_each_boundary),
             "input_norm and fc_norm need an fc behind them",
         )
-        _require(
+        require(
             self.fc or (len(self.boundaries) == 1 and self.hidden_size == self.target_hidden_size),
             "a drafter without fc takes one state of the target, of its own hidden size",
         )
-        _require(
+        require(
             self.own_head or self.draft_vocab_size == self.vocab_size,
             "a drafter without its own head must draft the full vocabulary",
         )
-        _require(
+        require(
             self.hidden_size == self.target_hidden_size or (self.own_embedding and self.own_head),
             f"a drafter of hidden size {self.hidden_size} cannot borrow the embedding or head of a target of "
             f"hidden size {self.target_hidden_size}",
@@ -394,146 +393,6 @@ class RoutingShape:
 
 
 @dataclass(frozen=True)
-class BackboneConfig:
-    """Dense Qwen3 transformer (docs/formats.md A.5), without embedding and head."""
-
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    rms_norm_eps: float
-    rope: RopeConfig
-    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
-
-    def __post_init__(self) -> None:
-        _require(self.num_heads % self.num_kv_heads == 0, "backbone num_heads must be a multiple of num_kv_heads")
-
-
-@dataclass(frozen=True)
-class BackbonePredictorConfig:
-    """Trained expert predictor: token embedding, projection, backbone, one head per MoE layer.
-
-    Attributes:
-        vocab_size: the target's vocabulary.
-        embedding_size: width of the token embedding, which is the target's own, frozen.
-        backbone: the transformer.
-        routing: what is predicted.
-    """
-
-    vocab_size: int
-    embedding_size: int
-    backbone: BackboneConfig
-    routing: RoutingShape
-    family: Literal["backbone"] = "backbone"
-    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
-
-
-@dataclass(frozen=True)
-class TokenTableConfig:
-    """Predictor that looks experts up by token id."""
-
-    vocab_size: int
-    routing: RoutingShape
-    family: Literal["token_table"] = "token_table"
-    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
-
-
-@dataclass(frozen=True)
-class FrequencyConfig:
-    """Predictor that names each layer's most frequent experts."""
-
-    routing: RoutingShape
-    family: Literal["frequency"] = "frequency"
-    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
-
-
-@dataclass(frozen=True)
-class TokenPairsConfig:
-    """Predictor that looks experts up by a token and the one before it.
-
-    Attributes:
-        vocab_size: the target's vocabulary.
-        pairs: how many pairs are known; a token behind any other is looked up alone.
-        routing: what is predicted.
-    """
-
-    vocab_size: int
-    pairs: int
-    routing: RoutingShape
-    family: Literal["token_pairs"] = "token_pairs"
-    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
-
-
-@dataclass(frozen=True)
-class DrafterFeaturesConfig:
-    """Predictor with low-rank heads on the drafter's states.
-
-    Attributes:
-        vocab_size: the target's vocabulary.
-        embedding_size: width of the token embedding, which is the target's own, frozen.
-        state_size: width of the drafter's states.
-        rank: width between them and the experts.
-        drafter_hash: whose states they are (`Manifest.drafter_hash`).
-        routing: what is predicted.
-    """
-
-    vocab_size: int
-    embedding_size: int
-    state_size: int
-    rank: int
-    drafter_hash: str
-    routing: RoutingShape
-    family: Literal["drafter_features"] = "drafter_features"
-    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
-
-
-@dataclass(frozen=True)
-class TargetGatesConfig:
-    """Predictor that guesses what the target's routers will see from the drafter's states, and asks the routers.
-
-    Attributes:
-        target: whose routers are used, frozen.
-        state_size: width of the drafter's states.
-        rank: width between them and the guess.
-        drafter_hash: whose states they are (`Manifest.drafter_hash`).
-    """
-
-    target: ModelConfig
-    state_size: int
-    rank: int
-    drafter_hash: str
-    family: Literal["target_gates"] = "target_gates"
-    __pydantic_config__: ClassVar[pydantic.ConfigDict] = STRICT
-
-    @property
-    def vocab_size(self) -> int:
-        """The target's."""
-        return self.target.vocab_size
-
-    @property
-    def embedding_size(self) -> int:
-        """The target's."""
-        return self.target.hidden_size
-
-    @property
-    def routing(self) -> RoutingShape:
-        """The target's."""
-        return RoutingShape.of(self.target)
-
-
-PredictorConfig = (
-    BackbonePredictorConfig
-    | TokenTableConfig
-    | TokenPairsConfig
-    | FrequencyConfig
-    | DrafterFeaturesConfig
-    | TargetGatesConfig
-)
-
-
-@dataclass(frozen=True)
 class SpecConfig:
     """Size of the candidate tree and of the verify tree (docs/design.md section 2).
 
@@ -560,13 +419,13 @@ class SpecConfig:
     row_counts: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
-        _require(self.probe_every >= 1, f"probe_every must be at least 1, not {self.probe_every}")
-        _require(all(count >= 1 for count in self.row_counts), f"row counts must be at least 1, not {self.row_counts}")
-        _require(self.eps > 0, f"eps must be positive, not {self.eps}")
-        _require(self.buffer in ("empty", "root", "previous"), f"unknown expert buffer '{self.buffer}'")
-        _require(self.depth >= 1, f"depth must be at least 1, not {self.depth}")
-        _require(self.branch >= 1, f"branch must be at least 1, not {self.branch}")
-        _require(
+        require(self.probe_every >= 1, f"probe_every must be at least 1, not {self.probe_every}")
+        require(all(count >= 1 for count in self.row_counts), f"row counts must be at least 1, not {self.row_counts}")
+        require(self.eps > 0, f"eps must be positive, not {self.eps}")
+        require(self.buffer in ("empty", "root", "previous"), f"unknown expert buffer '{self.buffer}'")
+        require(self.depth >= 1, f"depth must be at least 1, not {self.depth}")
+        require(self.branch >= 1, f"branch must be at least 1, not {self.branch}")
+        require(
             0 <= self.budget <= self.pool_size,
             f"budget must be in 0..{self.pool_size} for depth {self.depth} and branch {self.branch}, not {self.budget}",
         )
@@ -607,6 +466,6 @@ class SamplingConfig:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        _require(self.temperature >= 0, f"temperature must not be negative, not {self.temperature}")
-        _require(self.top_k >= 0, f"top_k must not be negative, not {self.top_k}")
-        _require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}")
+        require(self.temperature >= 0, f"temperature must not be negative, not {self.temperature}")
+        require(self.top_k >= 0, f"top_k must not be negative, not {self.top_k}")
+        require(0 < self.top_p <= 1, f"top_p must be in (0, 1], not {self.top_p}")

@@ -12,20 +12,10 @@ import numpy as np
 import pydantic
 
 from ecospec_jax.checkpoint import parameters
-from ecospec_jax.config import (
-    STRICT,
-    DrafterConfig,
-    FrequencyConfig,
-    ModelConfig,
-    MtpConfig,
-    PredictorConfig,
-    TokenPairsConfig,
-    TokenTableConfig,
-    read_json,
-    write_json,
-)
+from ecospec_jax.config import STRICT, DrafterConfig, ModelConfig, MtpConfig, read_json, write_json
 from ecospec_jax.errors import UserError, reported_as_user_error
 from ecospec_jax.models import abstract
+from ecospec_jax.predictor_config import FrequencyConfig, PredictorConfig, TokenPairsConfig, TokenTableConfig
 
 
 @dataclass(frozen=True)
@@ -142,7 +132,8 @@ def _predict_bytes(config: PredictorConfig, bytes_per_weight: float) -> float:
     if isinstance(config, TokenTableConfig | TokenPairsConfig | FrequencyConfig):
         return 0.0
     sizes = _sizes(config)
-    return _total(sizes, {path for path in sizes if not path.endswith("embedding.weight")}, bytes_per_weight)
+    rows_only = {"embedding.weight", "features.embedding.weight", "subtokens.ids_VS", "subtokens.counts_V"}
+    return _total(sizes, sizes.keys() - rows_only, bytes_per_weight)
 
 
 def fit_seconds(

@@ -27,10 +27,11 @@ from ecospec_jax.checkpoint import (
     save_piece,
     stored_parameters,
 )
-from ecospec_jax.config import STRICT, PredictorConfig, RoutingShape, from_json, to_json
+from ecospec_jax.config import STRICT, RoutingShape, from_json, to_json
 from ecospec_jax.errors import UserError, reported_as_user_error
 from ecospec_jax.models.predictor import Predictor
 from ecospec_jax.models.target import Target
+from ecospec_jax.predictor_config import PredictorConfig
 from ecospec_jax.sharding import Placement
 
 FORMAT = 1

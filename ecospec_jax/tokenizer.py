@@ -14,6 +14,11 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would advi
 from transformers import AutoTokenizer  # noqa: E402
 
 _INCOMPLETE = "\ufffd"  # what the bytes of an unfinished character decode to
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = sorted({*range(0x100)} - {*_PRINTABLE})
+# The characters that stand for bytes in byte-level vocabularies: printable Latin-1 for itself, then 256 and on.
+_BYTES = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + place): byte for place, byte in enumerate(_OTHERS)}
+_CHARACTERS = {byte: character for character, byte in _BYTES.items()}
 
 
 class Tokenizer:
@@ -36,6 +41,37 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """One more than the largest token id."""
         return 1 + max(self._backend.get_vocab().values())
+
+    @property
+    def vocabulary(self) -> dict[int, str]:
+        """The tokens by id, as the tokenizer's files write them."""
+        return {token_id: token for token, token_id in self._backend.get_vocab().items()}
+
+    @property
+    def filler(self) -> int:
+        """A token that stands for nothing: the unknown one, else the end of sequence, else id 0."""
+        return next((i for i in (self._backend.unk_token_id, self._backend.eos_token_id) if i is not None), 0)
+
+    def token_bytes(self) -> dict[int, bytes]:
+        """The bytes that each token of a byte-level vocabulary stands for; added tokens stand for their names."""
+        added = self._backend.added_tokens_decoder
+        texts = {}
+        for token_id, token in self.vocabulary.items():
+            if token_id in added:
+                texts[token_id] = str(added[token_id]).encode()
+            elif all(character in _BYTES for character in token):
+                texts[token_id] = bytes(_BYTES[character] for character in token)
+            else:
+                raise UserError(f"{self._folder}: token {token_id}, {token!r}, is not of a byte-level vocabulary")
+        return texts
+
+    def encode_bytes(self, data: bytes) -> list[int]:
+        """Token ids of bytes; those that are no text go to the byte-level vocabulary without further ado."""
+        try:
+            return self.encode(data.decode())
+        except UnicodeDecodeError:
+            model = self._backend.backend_tokenizer.model
+            return [token.id for token in model.tokenize("".join(_CHARACTERS[byte] for byte in data))]
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, without special tokens around it."""

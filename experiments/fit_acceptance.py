@@ -136,7 +136,7 @@ def load_recording(settings: Settings, manifest: Manifest, drafter_hash: str) ->
     if bool(settings.recording) == (settings.prompts is not None):
         raise UserError("give either --recording files or --prompts (a file)")
     if settings.prompts is not None:
-        return make_recording(settings, drafter_hash)
+        return make_recording(settings)
     recording = read_recordings(settings.recording)
     header = recording.header
     for what, own, other in (
@@ -152,7 +152,7 @@ def load_recording(settings: Settings, manifest: Manifest, drafter_hash: str) ->
     return recording
 
 
-def make_recording(settings: Settings, drafter_hash: str) -> Recording:
+def make_recording(settings: Settings) -> Recording:
     """Records the prompts, without predictors."""
     assert settings.prompts is not None
     prompts = read_prompts(settings.prompts, settings.limit)
@@ -162,7 +162,6 @@ def make_recording(settings: Settings, drafter_hash: str) -> Recording:
     header = header_of(
         decoder,
         {},
-        drafter_hash=drafter_hash,
         temperature=settings.temperature or 0.0,
         spec=SpecConfig(),
         max_new_tokens=settings.max_new_tokens,

@@ -41,7 +41,7 @@ def agreement(predicted: Sets, true: Sets) -> Agreement:
 def ancestors(parents_XN: Int[np.ndarray, "positions nodes"]) -> Bool[np.ndarray, "positions nodes nodes"]:
     """`[x, i, j]` is True where node j is node i or an ancestor of it."""
     positions, nodes = parents_XN.shape
-    found = np.broadcast_to(np.eye(nodes, dtype=bool), (positions, nodes, nodes)).copy()
+    found = np.tile(np.eye(nodes, dtype=bool), (positions, 1, 1))
     for node in range(nodes):  # parents come first
         parent_X = parents_XN[:, node]
         inner_X = np.flatnonzero(parent_X >= 0)
@@ -61,12 +61,12 @@ def marginal_counts(
 ) -> Int[np.ndarray, "positions nodes"]:
     """(layer, expert) pairs of each node's path, by `sets`, that the token before the root did not use."""
     paid_XLW = previous_sets(recording)
-    counts = np.zeros(recording.tokens.shape, np.int64)
-    for node in range(counts.shape[1]):
+    counts = []
+    for node in range(recording.tokens.shape[1]):
         on_path_XN11 = on_path_XNN[:, node, :, None, None]
         path_XLW = np.bitwise_or.reduce(np.where(on_path_XN11, sets[:, 1:], np.uint32(0)), axis=1)
-        counts[:, node] = size(path_XLW & ~paid_XLW).sum(axis=-1)
-    return counts
+        counts.append(size(path_XLW & ~paid_XLW).sum(axis=-1))
+    return np.stack(counts, axis=1)
 
 
 def rank_correlation(

@@ -30,20 +30,13 @@ from rich.progress import track
 
 from ecospec_jax import Decoder, SamplingConfig, SpecConfig, UserError
 from ecospec_jax.cache import KVCache, Rows
-from ecospec_jax.config import (
-    STRICT,
-    DrafterConfig,
-    ModelConfig,
-    PredictorConfig,
-    RoutingShape,
-    from_json,
-    to_json,
-)
+from ecospec_jax.config import STRICT, DrafterConfig, ModelConfig, RoutingShape, from_json, to_json
 from ecospec_jax.decoding import DecodeState, StepPlan, Verified, Weights, commit, draft, predict, verify
 from ecospec_jax.errors import reported_as_user_error, run_command
 from ecospec_jax.generation import bucket
 from ecospec_jax.models.predictor import Evidence, Predictor, Previous
 from ecospec_jax.predictor_checkpoint import load_predictors
+from ecospec_jax.predictor_config import PredictorConfig
 from ecospec_jax.program import Program
 from ecospec_jax.tree import Selection, verify_tree, whole_pool
 from ecospec_jax.verification import sequence_keys

@@ -22,25 +22,25 @@ from jaxtyping import Array
 from rich.console import Console
 from rich.table import Table
 
+from convert.bridge import BridgeKind, published_predictor
 from ecospec_jax import Decoder, UserError, expert_bits
 from ecospec_jax.checkpoint import borrow, borrowed_parameters, parameters
-from ecospec_jax.config import (
+from ecospec_jax.config import RopeConfig, RoutingShape, to_json
+from ecospec_jax.errors import run_command
+from ecospec_jax.models.backbone_predictor import BackbonePredictor
+from ecospec_jax.models.predictor import Frequency, TokenPairs, TokenTable
+from ecospec_jax.models.state_predictors import DrafterFeatures, TargetGates
+from ecospec_jax.predictor_checkpoint import save_predictors
+from ecospec_jax.predictor_config import (
     BackboneConfig,
     BackbonePredictorConfig,
     DrafterFeaturesConfig,
     FrequencyConfig,
     PredictorConfig,
-    RopeConfig,
-    RoutingShape,
     TargetGatesConfig,
     TokenPairsConfig,
     TokenTableConfig,
-    to_json,
 )
-from ecospec_jax.errors import run_command
-from ecospec_jax.models.predictor import BackbonePredictor, Frequency, TokenPairs, TokenTable
-from ecospec_jax.models.state_predictors import DrafterFeatures, TargetGates
-from ecospec_jax.predictor_checkpoint import save_predictors
 from ecospec_jax.sharding import data_parallel
 from ecospec_jax.training.corpus import Corpus
 from ecospec_jax.training.overlap import Overlap, judge_of, judge_of_previous, overlaps, top_k_overlap
@@ -114,8 +114,14 @@ class Settings:
     """Seed of initial weights, order and split."""
     checkpoint_every: int = 200
     """Steps between checkpoints, with a held-out overlap each."""
+    backbone: Path | None = None
+    """Published Qwen3 or Qwen2 folder (safetensors) to take the backbone from, in place of a new small one."""
+    bridge: BridgeKind | None = None
+    """With --backbone, how it reads the target's tokens: `shared` vocabulary, `target_embedding`, or `retokenise`."""
+    frozen: bool = False
+    """Train heads and projection only, not the published backbone."""
 
-    def backbone(self, target: Decoder) -> BackbonePredictorConfig:
+    def small_backbone(self, target: Decoder) -> BackbonePredictorConfig:
         config = target.target.config
         return BackbonePredictorConfig(
             vocab_size=config.vocab_size,
@@ -143,8 +149,12 @@ def open_corpus(settings: Settings, decoder: Decoder) -> Corpus:
 
 
 def make_backbone(settings: Settings, decoder: Decoder, states: StateShape | None) -> BackbonePredictor:
-    """The backbone before its training."""
-    return BackbonePredictor(settings.backbone(decoder), dtype=jnp.dtype(settings.dtype), rngs=nnx.Rngs(settings.seed))
+    """The backbone before its training: a published one, or a small new one."""
+    dtype, rngs = jnp.dtype(settings.dtype), nnx.Rngs(settings.seed)
+    if settings.backbone is not None and settings.bridge is not None:
+        folder, bridge = settings.backbone, settings.bridge
+        return published_predictor(folder, bridge, decoder.target, decoder.tokenizer, dtype=dtype, rngs=rngs)
+    return BackbonePredictor(settings.small_backbone(decoder), dtype=dtype, rngs=rngs)
 
 
 def make_drafter_features(settings: Settings, decoder: Decoder, states: StateShape | None) -> DrafterFeatures:
@@ -213,6 +223,7 @@ def train_predictor(settings: Settings, name: str, decoder: Decoder, corpus: Cor
         parts=settings.accumulate,
         weigh=live_tokens,
         devices=settings.devices,
+        frozen=("embedding", "backbone") if settings.frozen and name == "backbone" else (),
     )
     patience = Patience(trainer, settings.patience) if settings.patience else None
     judged = corpus.sample(JUDGED)
@@ -286,6 +297,14 @@ def check(settings: Settings) -> None:
     require_positive(settings, "length", "checkpoint_every", "rank", "pairs")
     if settings.width % (2 * settings.heads):
         raise UserError(f"--width {settings.width} is not a multiple of twice --heads {settings.heads}")
+    if (settings.backbone is None) != (settings.bridge is None):
+        raise UserError("--backbone and --bridge need each other: a bridge is how a published backbone reads tokens")
+    if settings.backbone is None and settings.frozen:
+        raise UserError("--frozen needs --backbone: a new backbone has nothing to keep")
+    if settings.backbone is not None:
+        for name in ("width", "depth", "heads"):
+            if getattr(settings, name) != getattr(Settings, name):
+                raise UserError(f"--{name} is of a new backbone; the one of --backbone has its own")
     if not 0 <= settings.warmup < settings.steps:
         raise UserError(f"--warmup {settings.warmup} is not in 0..{settings.steps - 1}, the steps before the last")
     if settings.batch_size % settings.devices:

@@ -4,7 +4,8 @@ import itertools
 
 import numpy as np
 
-from ecospec_jax.config import FrequencyConfig, RoutingShape, TokenTableConfig
+from ecospec_jax.config import RoutingShape
+from ecospec_jax.predictor_config import FrequencyConfig, TokenTableConfig
 from experiments.recording import FORMAT, Header, Recording
 from tests import tiny
 from tests.tiny_predictors import TARGET, random_ids

@@ -12,21 +12,13 @@ from flax import nnx
 from ecospec_jax import Decoder, decoding
 from ecospec_jax.adaptation import Adaptation
 from ecospec_jax.calibration import Calibration
-from ecospec_jax.config import (
-    BackboneConfig,
-    BackbonePredictorConfig,
-    Eagle3Config,
-    Qwen3MoeConfig,
-    RopeConfig,
-    RoutingShape,
-    SamplingConfig,
-    SpecConfig,
-)
+from ecospec_jax.config import Eagle3Config, Qwen3MoeConfig, RopeConfig, RoutingShape, SamplingConfig, SpecConfig
 from ecospec_jax.cost import byte_model
 from ecospec_jax.decoding import StepPlan, Weights
+from ecospec_jax.models.backbone_predictor import BackbonePredictor
 from ecospec_jax.models.eagle3 import Eagle3
-from ecospec_jax.models.predictor import BackbonePredictor
 from ecospec_jax.models.qwen3_moe import Qwen3Moe
+from ecospec_jax.predictor_config import BackboneConfig, BackbonePredictorConfig
 from ecospec_jax.program import Program
 from ecospec_jax.rate import rate
 from ecospec_jax.selection import likelihood

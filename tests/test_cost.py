@@ -14,11 +14,12 @@ from transformers import Qwen3MoeConfig as PublishedConfig
 from transformers import Qwen3MoeForCausalLM
 
 from ecospec_jax.checkpoint import parameters
-from ecospec_jax.config import FrequencyConfig, MtpConfig, Qwen3MoeConfig, RopeConfig, TokenTableConfig
+from ecospec_jax.config import MtpConfig, Qwen3MoeConfig, RopeConfig
 from ecospec_jax.cost import CostModel, byte_model, fit_seconds, read_cost, write_cost
 from ecospec_jax.errors import UserError
 from ecospec_jax.models import abstract
 from ecospec_jax.models.gpt_oss import GptOss
+from ecospec_jax.predictor_config import FrequencyConfig, TokenTableConfig
 from ecospec_jax.presets import PRESETS, drafter_for
 from ecospec_jax.selection import Economy
 from tests import tiny, tiny_predictors

@@ -15,14 +15,15 @@ from flax import nnx
 
 from ecospec_jax import Decoder
 from ecospec_jax.checkpoint import MANIFEST, parameters
-from ecospec_jax.config import FrequencyConfig, SamplingConfig, SpecConfig, TokenTableConfig
+from ecospec_jax.config import SamplingConfig, SpecConfig
 from ecospec_jax.errors import UserError
-from ecospec_jax.models.predictor import BackbonePredictor
+from ecospec_jax.models.backbone_predictor import BackbonePredictor
 from ecospec_jax.predictor_checkpoint import load_predictors, save_predictors
+from ecospec_jax.predictor_config import FrequencyConfig, TokenTableConfig
 from tests import tiny_predictors
 from tests.parity.compare import causal_rows
 from tests.tiny import quick_compilation
-from tests.tiny_predictors import PREDICTOR, ROUTING, TARGET, make_target, random_ids, write_converted
+from tests.tiny_predictors import BRIDGES, PREDICTOR, ROUTING, TARGET, make_target, random_ids, write_converted
 
 __all__ = ["quick_compilation"]
 F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
@@ -74,6 +75,36 @@ def test_round_trip(pristine) -> None:
     assert not [path for piece in manifest["pieces"].values() for path in piece["tensors"] if "embedding" in path]
     assert manifest["overlap"]["backbone"] == [0.75, 0.5] and manifest["recipe"] == {"steps": "3"}
     assert not list(pristine.parent.glob("*.partial"))
+
+
+@pytest.mark.parametrize("bridge", ["shared", "retokenise"])
+def test_backbones_with_an_embedding_of_their_own(bridge: str, tmp_path) -> None:
+    """It is stored, and so is the table of sub-tokens; another vocabulary or an impossible bridge is refused."""
+    config, folder = BRIDGES[bridge], tmp_path / "predictors"
+    model = tiny_predictors.make_backbone(config)
+    save_predictors(folder, {"own": (config, model)}, target_hash=HASH, overlap={}, recipe={}, dtype=BF16)
+    loaded = load(folder)["own"]
+    assert loaded.config == config and nnx.graphdef(loaded) == nnx.graphdef(model)
+    for path, variable in parameters(model).items():
+        value = variable.get_value()
+        stored = value.astype(BF16).astype(F32) if value.dtype == F32 else value
+        np.testing.assert_array_equal(parameters(loaded)[path].get_value(), stored, err_msg=path)
+    stored = json.loads((folder / MANIFEST).read_text())["pieces"]["own/top"]["tensors"]
+    assert "embedding.weight" in stored and ("subtokens.ids_VS" in stored) == (bridge == "retokenise")
+
+    file, manifest = folder / MANIFEST, json.loads((folder / MANIFEST).read_text())
+    own = manifest["predictors"]["own"]
+    for changes, message in (
+        ({"vocab_size": 28}, "predictor 'own' has a vocabulary of 28, the target of 29"),
+        ({"embedding_size": 12}, "the backbone's own embedding has its hidden size 10, not 12"),
+        ({"bridge": {"kind": "guess"}}, "predictors.own"),
+        ({"bridge": own["bridge"] | {"kind": "retokenise", "vocab_size": 24, "subtokens": 3}}, "piece 'own/top'"),
+        ({"bridge": {"kind": "retokenise", "vocab_size": 23, "subtokens": 0}}, "at least 1 sub-token, not 0"),
+    ):
+        file.write_text(json.dumps(manifest | {"predictors": {"own": own | changes}}))
+        with pytest.raises(UserError, match=f"^{file}: .*{message}") as error:
+            load(folder)
+        assert "\n" not in str(error.value)
 
 
 def test_dtypes(tmp_path) -> None:

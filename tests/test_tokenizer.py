@@ -62,6 +62,16 @@ def test_encode_and_decode(tokenizer):
     assert tokenizer.decode([*ids, 256]) == "tree: ναί"  # <end> is special
 
 
+def test_bytes_of_tokens(tokenizer):
+    """Every byte has a token; of a part of a character, too; added tokens are their names."""
+    texts = tokenizer.token_bytes()
+    assert sorted(texts[i] for i in range(256)) == [bytes([byte]) for byte in range(256)]
+    ids = tokenizer.encode("\u03bd \u597d")
+    assert b"".join(texts[i] for i in ids) == "\u03bd \u597d".encode()
+    assert [tokenizer.encode_bytes(texts[i]) for i in ids] == [[i] for i in ids]
+    assert texts[256] == b"<end>" and tokenizer.filler == 256 and tokenizer.vocabulary[256] == "<end>"
+
+
 def test_chat_uses_the_template(tokenizer):
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     ids = tokenizer.encode_chat(messages)

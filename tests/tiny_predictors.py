@@ -30,21 +30,20 @@ from ecospec_jax.checkpoint import (
     save_piece,
     write_manifest,
 )
-from ecospec_jax.config import (
+from ecospec_jax.config import Qwen3MoeConfig, RopeConfig, RoutingShape, SamplingConfig, SpecConfig
+from ecospec_jax.decoding import DecodeState, StepPlan, Verified, Weights
+from ecospec_jax.metrics import DecodeStats
+from ecospec_jax.models.backbone_predictor import BackbonePredictor
+from ecospec_jax.models.predictor import Evidence, Frequency, Oracle, Previous, TokenTable
+from ecospec_jax.models.qwen3_moe import Qwen3Moe
+from ecospec_jax.predictor_config import (
     BackboneConfig,
     BackbonePredictorConfig,
     FrequencyConfig,
-    Qwen3MoeConfig,
-    RopeConfig,
-    RoutingShape,
-    SamplingConfig,
-    SpecConfig,
+    Retokenise,
+    SharedVocabulary,
     TokenTableConfig,
 )
-from ecospec_jax.decoding import DecodeState, StepPlan, Verified, Weights
-from ecospec_jax.metrics import DecodeStats
-from ecospec_jax.models.predictor import BackbonePredictor, Evidence, Frequency, Oracle, Previous, TokenTable
-from ecospec_jax.models.qwen3_moe import Qwen3Moe
 from ecospec_jax.selection import ExpertForecast, Policy, cost_aware, likelihood
 from ecospec_jax.tree import CandidateTree, Selection
 from ecospec_jax.verification import sequence_keys
@@ -64,6 +63,12 @@ BACKBONE = BackboneConfig(
     rope=RopeConfig(theta=2e3),
 )
 PREDICTOR = BackbonePredictorConfig(TARGET.vocab_size, TARGET.hidden_size, BACKBONE, ROUTING)
+OWN = replace(PREDICTOR, embedding_size=BACKBONE.hidden_size, bridge=SharedVocabulary())
+BRIDGES = {
+    "target_embedding": PREDICTOR,
+    "shared": OWN,
+    "retokenise": replace(OWN, bridge=Retokenise(vocab_size=23, subtokens=3)),
+}
 NEW_TOKENS = 20
 LONGEST = 12 + NEW_TOKENS  # of `PROMPTS` and their answers
 PLAIN = SpecConfig(depth=1, branch=1, budget=0)
@@ -74,7 +79,13 @@ def make_target(config: Qwen3MoeConfig = TARGET) -> Qwen3Moe:
 
 
 def make_backbone(config: BackbonePredictorConfig = PREDICTOR, seed: int = 2) -> BackbonePredictor:
-    return tiny.randomised(lambda: BackbonePredictor(config, dtype=jnp.float32, rngs=nnx.Rngs(0)), seed)
+    model = tiny.randomised(lambda: BackbonePredictor(config, dtype=jnp.float32, rngs=nnx.Rngs(0)), seed)
+    if isinstance(config.bridge, Retokenise):
+        random, vocab_size, most = np.random.default_rng(seed), config.bridge.vocab_size, config.bridge.subtokens
+        ids_VS = random.integers(0, vocab_size, (config.vocab_size, most), np.int32)
+        model.subtokens.ids_VS.set_value(jnp.asarray(ids_VS))
+        model.subtokens.counts_V.set_value(jnp.asarray(random.integers(1, most + 1, config.vocab_size, np.int32)))
+    return model
 
 
 def random_ids(shape: tuple[int, ...], routing: RoutingShape, seed: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Targets, drafters and predictors as Flax NNX modules, found by the `family` of their config."""
+"""Targets, drafters, backbones and predictors as Flax NNX modules, found by the `family` of their config."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -8,17 +8,21 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ecospec_jax.config import DrafterConfig, ModelConfig, PredictorConfig
+from ecospec_jax.config import DrafterConfig, ModelConfig
+from ecospec_jax.models.backbone import Backbone
+from ecospec_jax.models.backbone_predictor import BackbonePredictor
 from ecospec_jax.models.deepseek_v3 import DeepseekV3
 from ecospec_jax.models.eagle3 import Eagle3
 from ecospec_jax.models.gpt_oss import GptOss
 from ecospec_jax.models.mtp import Mtp
-from ecospec_jax.models.predictor import BackbonePredictor, Frequency, TokenPairs, TokenTable
+from ecospec_jax.models.predictor import Frequency, TokenPairs, TokenTable
 from ecospec_jax.models.qwen3_moe import Qwen3Moe
 from ecospec_jax.models.state_predictors import DrafterFeatures, TargetGates
+from ecospec_jax.predictor_config import BackboneConfig, PredictorConfig
 
 TARGETS: dict[str, Callable[..., Any]] = {"qwen3_moe": Qwen3Moe, "gpt_oss": GptOss, "deepseek_v3": DeepseekV3}
 DRAFTERS: dict[str, Callable[..., Any]] = {"eagle3": Eagle3, "mtp": Mtp}
+BACKBONES: dict[str, Callable[..., Any]] = {"qwen3": Backbone, "qwen2": Backbone}
 PREDICTORS: dict[str, Callable[..., Any]] = {
     "backbone": BackbonePredictor,
     "drafter_features": DrafterFeatures,
@@ -29,10 +33,10 @@ PREDICTORS: dict[str, Callable[..., Any]] = {
 }
 
 
-def abstract(config: ModelConfig | DrafterConfig | PredictorConfig, dtype: jnp.dtype) -> Any:
+def abstract(config: ModelConfig | DrafterConfig | BackboneConfig | PredictorConfig, dtype: jnp.dtype) -> Any:
     """The module of a config without values: every variable holds a `jax.ShapeDtypeStruct`."""
     # Counting keys within a trace takes time quadratic in their number; values are not wanted here.
     key = jax.random.key(0)
     rngs: Any = SimpleNamespace(params=lambda: key)
-    build = (TARGETS | DRAFTERS | PREDICTORS)[config.family]
+    build = (TARGETS | DRAFTERS | BACKBONES | PREDICTORS)[config.family]
     return nnx.eval_shape(lambda: build(config, dtype=dtype, rngs=rngs))

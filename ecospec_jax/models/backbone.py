@@ -1,19 +1,20 @@
-"""Dense causal transformer of the Qwen3 architecture: the backbone of a trained expert predictor."""
+"""Dense causal transformer of the Qwen3 or Qwen2 architecture: the backbone of a trained expert predictor."""
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from ecospec_jax.cache import KVCache, Rows, empty_cache
-from ecospec_jax.config import BackboneConfig
+from ecospec_jax.cache import KVCache, Slots, empty_cache
 from ecospec_jax.models.layers import Attention, DenseMLP, RMSNorm
 from ecospec_jax.models.rope import cos_sin
 from ecospec_jax.models.transformer import DecoderLayer
+from ecospec_jax.predictor_config import BackboneConfig
 
 
 def _layer(config: BackboneConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> DecoderLayer:
     hidden, eps = config.hidden_size, config.rms_norm_eps
-    attention = Attention(config, qk_norm_eps=eps, dtype=dtype, rngs=rngs)
+    qwen2 = config.family == "qwen2"
+    attention = Attention(config, qk_norm_eps=None if qwen2 else eps, bias=qwen2, dtype=dtype, rngs=rngs)
     norms = [RMSNorm(hidden, eps, dtype=dtype) for _ in range(2)]
     mlp = DenseMLP(hidden, config.intermediate_size, dtype=dtype, rngs=rngs)
     return DecoderLayer(norms[0], attention, norms[1], mlp)
@@ -34,14 +35,18 @@ class Backbone(nnx.Module):
         return empty_cache(shapes, slots=[capacity] * len(shapes), batch=batch, dtype=self.dtype)
 
     def __call__(
-        self, x_BRD: Float[Array, "batch rows hidden"], rows: Rows, cache: KVCache
+        self,
+        x_BRD: Float[Array, "batch rows hidden"],
+        positions_BR: Int[Array, "batch rows"],
+        live_BR: Bool[Array, "batch rows"],
+        slots: Slots,
+        cache: KVCache,
     ) -> tuple[Float[Array, "batch rows hidden"], KVCache]:
-        """Hidden states after the final norm; `x_BRD` are the rows' embeddings."""
-        angles = cos_sin(self.config.rope, self.config.head_dim, rows.positions_BR)
-        slots = rows.slots(cache.capacity)
+        """Hidden states after the final norm; `x_BRD` are the rows' embeddings; the others are as of `Rows`."""
+        angles = cos_sin(self.config.rope, self.config.head_dim, positions_BR)
         keys, values = [], []
         for layer, k, v in zip(self.layers, cache.keys, cache.values, strict=True):
-            x_BRD, (k, v), _ = layer(x_BRD, angles, (k, v), slots, rows.live_BR)
+            x_BRD, (k, v), _ = layer(x_BRD, angles, (k, v), slots, live_BR)
             keys.append(k)
             values.append(v)
         return self.norm(x_BRD), KVCache(keys, values)

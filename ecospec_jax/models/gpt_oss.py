@@ -12,7 +12,7 @@ from ecospec_jax.models.transformer import DecoderLayer, Transformer
 
 def _layer(config: GptOssConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> DecoderLayer:
     hidden = config.hidden_size
-    attention = Attention(config, bias=True, sinks=True, dtype=dtype, rngs=rngs)
+    attention = Attention(config, bias=True, output_bias=True, sinks=True, dtype=dtype, rngs=rngs)
     router = router_of(config, dtype=dtype, rngs=rngs)
     experts = InterleavedExperts(
         config.num_experts,

@@ -9,10 +9,11 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from ecospec_jax.cache import Buffer, BufferShapes, RingSlots, Slots
-from ecospec_jax.config import BackboneConfig, Eagle3Config, GptOssConfig, Qwen3MoeConfig
+from ecospec_jax.config import Eagle3Config, GptOssConfig, Qwen3MoeConfig
 from ecospec_jax.kernels import Fp8, Matrix, Plain, dense
 from ecospec_jax.models.matrices import MATRICES, Fp8Matrix, Mxfp4Matrix, Storage, parameter
 from ecospec_jax.models.rope import rotate
+from ecospec_jax.predictor_config import BackboneConfig
 
 
 def project(x: Float[Array, "... inputs"], matrix_OI: Matrix) -> Float[Array, "... outputs"]:
@@ -111,17 +112,21 @@ class Attention(nnx.Module):
         input_size: int | None = None,
         qk_norm_eps: float | None = None,
         bias: bool = False,
+        output_bias: bool = False,
         sinks: bool = False,
     ) -> None:
-        """`input_size` differs from the hidden size where embedding and hidden state are concatenated (EAGLE-3)."""
+        """`input_size` differs from the hidden size where embedding and hidden state are concatenated (EAGLE-3).
+
+        `bias` is of q, k and v, `output_bias` of the output.
+        """
         num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         heads, kv_heads = num_heads * head_dim, num_kv_heads * head_dim
         inputs = config.hidden_size if input_size is None else input_size
-        linear = partial(Linear, dtype=dtype, rngs=rngs, bias=bias)
-        self.q = linear(inputs, heads, ("heads", "embed"))
-        self.k = linear(inputs, kv_heads, ("kv_heads", "embed"))
-        self.v = linear(inputs, kv_heads, ("kv_heads", "embed"))
-        self.o = linear(heads, config.hidden_size, ("embed", "heads"))
+        linear = partial(Linear, dtype=dtype, rngs=rngs)
+        self.q = linear(inputs, heads, ("heads", "embed"), bias=bias)
+        self.k = linear(inputs, kv_heads, ("kv_heads", "embed"), bias=bias)
+        self.v = linear(inputs, kv_heads, ("kv_heads", "embed"), bias=bias)
+        self.o = linear(heads, config.hidden_size, ("embed", "heads"), bias=output_bias)
         normed = qk_norm_eps is not None
         self.q_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, axis="head_dim") if normed else None
         self.k_norm = RMSNorm(head_dim, qk_norm_eps, dtype=dtype, axis="head_dim") if normed else None

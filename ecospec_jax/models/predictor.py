@@ -15,15 +15,8 @@ from jaxtyping import Array, Float, Int, UInt32
 
 from ecospec_jax import expert_bits
 from ecospec_jax.cache import KVCache, Rows
-from ecospec_jax.config import (
-    BackbonePredictorConfig,
-    FrequencyConfig,
-    RoutingShape,
-    TokenPairsConfig,
-    TokenTableConfig,
-)
-from ecospec_jax.models.backbone import Backbone
-from ecospec_jax.models.layers import Embedding, Linear
+from ecospec_jax.config import RoutingShape
+from ecospec_jax.predictor_config import FrequencyConfig, TokenPairsConfig, TokenTableConfig
 
 ExpertSets = UInt32[Array, "batch rows layers words"]
 
@@ -141,40 +134,6 @@ class Oracle(Stateless):
     def __call__(self, rows: Rows, cache: KVCache | None, evidence: Evidence) -> tuple[ExpertSets, KVCache | None]:
         """What the target would do."""
         return evidence.route(rows), cache
-
-
-class BackbonePredictor(nnx.Module):
-    """A small causal transformer over the tokens with one head per MoE layer (arXiv 2607.12696)."""
-
-    def __init__(self, config: BackbonePredictorConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
-        """`embedding` is always present; a checkpoint that borrows the target's gets that array on loading."""
-        self.config, self.dtype = config, jnp.dtype(dtype)
-        hidden, routing = config.backbone.hidden_size, config.routing
-        self.embedding = Embedding(config.vocab_size, config.embedding_size, dtype=dtype, rngs=rngs)
-        self.projection = Linear(config.embedding_size, hidden, ("embed", "features"), dtype=dtype, rngs=rngs)
-        self.backbone = Backbone(config.backbone, dtype=dtype, rngs=rngs)
-        self.heads = nnx.List(
-            [
-                Linear(hidden, routing.experts, ("router", "embed"), dtype=dtype, rngs=rngs)
-                for _ in range(routing.layers)
-            ]
-        )
-
-    def empty_cache(self, batch: int, capacity: int) -> KVCache:
-        """A cache of `capacity` slots a sequence."""
-        return self.backbone.empty_cache(batch, capacity)
-
-    def logits(self, rows: Rows, cache: KVCache) -> tuple[Float[Array, "batch rows layers experts"], KVCache]:
-        """One logit per layer and expert, float32."""
-        x_BRD = self.projection(self.embedding(rows.tokens_BR))
-        hidden_BRD, cache = self.backbone(x_BRD, rows, cache)
-        return jnp.stack([head(hidden_BRD) for head in self.heads], axis=2).astype(jnp.float32), cache
-
-    def __call__(self, rows: Rows, cache: KVCache | None, evidence: Evidence) -> tuple[ExpertSets, KVCache | None]:
-        """The k best experts of each layer."""
-        assert cache is not None
-        logits_BRLE, cache = self.logits(rows, cache)
-        return top_experts(logits_BRLE, self.config.routing), cache
 
 
 def top_experts(scores: Float[Array, "... experts"], routing: RoutingShape) -> UInt32[Array, "... words"]:

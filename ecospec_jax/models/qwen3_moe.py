@@ -11,7 +11,8 @@ from ecospec_jax.models.transformer import DecoderLayer, Transformer
 
 def _layer(config: Qwen3MoeConfig, *, sparse: bool, dtype: jnp.dtype, rngs: nnx.Rngs) -> DecoderLayer:
     hidden, eps = config.hidden_size, config.rms_norm_eps
-    attention = Attention(config, qk_norm_eps=eps, bias=config.attention_bias, dtype=dtype, rngs=rngs)
+    biased = config.attention_bias
+    attention = Attention(config, qk_norm_eps=eps, bias=biased, output_bias=biased, dtype=dtype, rngs=rngs)
     if sparse:
         router = router_of(config, dtype=dtype, rngs=rngs)
         experts = Experts(config.num_experts, hidden, config.moe_intermediate_size, dtype=dtype, rngs=rngs)

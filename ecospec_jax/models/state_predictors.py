@@ -11,11 +11,11 @@ from jaxtyping import Array, Float, Int
 
 from ecospec_jax import expert_bits
 from ecospec_jax.cache import KVCache, Rows
-from ecospec_jax.config import DrafterFeaturesConfig, TargetGatesConfig
 from ecospec_jax.models.layers import Embedding, Linear, RMSNorm
 from ecospec_jax.models.matrices import parameter
 from ecospec_jax.models.moe import router_of
 from ecospec_jax.models.predictor import Evidence, ExpertSets, Stateless, top_experts
+from ecospec_jax.predictor_config import DrafterFeaturesConfig, TargetGatesConfig
 
 NORM_EPS = 1e-6
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from ecospec_jax.cache import Rows
 from ecospec_jax.config import RoutingShape
-from ecospec_jax.models.predictor import BackbonePredictor
+from ecospec_jax.models.backbone_predictor import BackbonePredictor
 from ecospec_jax.training.sequences import PADDING, Packed, document_rows
 from ecospec_jax.training.traces import Trace
 

@@ -3,7 +3,7 @@
 What is compiled serves every model of the same form, whichever trainer or caller it belongs to.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -55,6 +55,7 @@ class Trainer(Generic[ModelT, BatchT]):
         parts: int = 1,
         weigh: Callable[[BatchT], Any] = _alike,
         devices: int = 1,
+        frozen: Sequence[str] = (),
     ) -> None:
         """Takes the model's values over; read them back from `model`. What it borrows from its target stays.
 
@@ -65,19 +66,21 @@ class Trainer(Generic[ModelT, BatchT]):
             parts: a step works its batch off in so many parts, so that less is held; it learns the same.
             weigh: weight of a part in the mean that `loss` is of the whole batch.
             devices: how many share each part; all have all parameters. `parts * devices` must divide a batch.
+            frozen: submodules that stay as they are.
         """
         borrowed = borrowed_parameters(model.config)
 
         def is_trained(path: tuple[Any, ...], value: Any) -> bool:
-            return isinstance(value, nnx.Param) and ".".join(map(str, path)) not in borrowed
+            stays = path[0] in frozen or ".".join(map(str, path)) in borrowed
+            return isinstance(value, nnx.Param) and not stays
 
-        self._graph, trained, frozen = nnx.split(model, is_trained, ...)
+        self._graph, trained, others = nnx.split(model, is_trained, ...)
         self._whole, self._split = data_parallel(devices)
         dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(trained))
         self._recipe = Recipe(self._graph, loss, transformation, dtypes, parts, weigh, self._whole)
         trained = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), trained)
         # Committed to devices as restored and borrowed values are; else the second step might be compiled anew.
-        initial = trained, transformation.init(trained), frozen
+        initial = trained, transformation.init(trained), others
         self._trained, self._optimiser_state, self._frozen = jax.device_put(initial, self._whole)
 
     def step(self, batch: BatchT) -> Float[Array, ""]:

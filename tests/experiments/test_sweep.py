@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ecospec_jax import Decoder, SpecConfig
-from ecospec_jax.config import TokenTableConfig
 from ecospec_jax.cost import byte_model
 from ecospec_jax.predictor_checkpoint import save_predictors
+from ecospec_jax.predictor_config import TokenTableConfig
 from experiments import sweep
 from tests import tiny_predictors
 from tests.complaints import complaint

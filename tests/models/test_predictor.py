@@ -8,7 +8,8 @@ from flax import nnx
 from ecospec_jax import expert_bits
 from ecospec_jax.cache import KVCache, Rows
 from ecospec_jax.config import RoutingShape
-from ecospec_jax.models.predictor import BackbonePredictor, Evidence, Oracle, Previous, top_experts
+from ecospec_jax.models.backbone_predictor import BackbonePredictor
+from ecospec_jax.models.predictor import Evidence, Oracle, Previous, top_experts
 from tests import tiny_predictors
 from tests.parity.compare import Tree, assert_close, causal_rows, tree_rows
 from tests.tiny import quick_compilation

@@ -12,10 +12,11 @@ from flax import nnx
 from ecospec_jax import SpecConfig, decoding
 from ecospec_jax.cache import KVCache, Rows
 from ecospec_jax.checkpoint import borrow, borrowed_parameters, parameters
-from ecospec_jax.config import DrafterFeaturesConfig, RoutingShape, TargetGatesConfig, TokenPairsConfig
+from ecospec_jax.config import RoutingShape
 from ecospec_jax.models import TARGETS
 from ecospec_jax.models.predictor import Evidence, TokenPairs
 from ecospec_jax.models.state_predictors import DrafterFeatures, TargetGates
+from ecospec_jax.predictor_config import DrafterFeaturesConfig, TargetGatesConfig, TokenPairsConfig
 from ecospec_jax.selection import likelihood
 from ecospec_jax.tree import Selection, empty_tree
 from tests import tiny, tiny_predictors

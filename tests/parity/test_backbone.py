@@ -12,8 +12,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ecospec_jax.cache import KVCache, Rows
 from ecospec_jax.checkpoint import parameters
-from ecospec_jax.config import BackboneConfig, BackbonePredictorConfig, RopeConfig, RoutingShape
-from ecospec_jax.models.predictor import BackbonePredictor
+from ecospec_jax.config import RopeConfig, RoutingShape
+from ecospec_jax.models.backbone_predictor import BackbonePredictor
+from ecospec_jax.predictor_config import BackboneConfig, BackbonePredictorConfig
 from tests import tiny_predictors
 from tests.parity.compare import Tree, assert_close, causal_rows, relative_error, tree_rows
 

@@ -19,7 +19,7 @@ from ecospec_jax.checkpoint import parameters
 from ecospec_jax.config import SpecConfig
 from ecospec_jax.decoding import examine
 from ecospec_jax.errors import UserError
-from ecospec_jax.models.predictor import BackbonePredictor
+from ecospec_jax.models.backbone_predictor import BackbonePredictor
 from ecospec_jax.training.overlap import top_k_overlap
 from ecospec_jax.training.predictor import (
     Examples,

@@ -10,8 +10,9 @@ from flax import nnx
 
 from ecospec_jax.cache import Rows
 from ecospec_jax.checkpoint import borrow
-from ecospec_jax.config import DrafterFeaturesConfig, RoutingShape, TargetGatesConfig
+from ecospec_jax.config import RoutingShape
 from ecospec_jax.models.state_predictors import DrafterFeatures, TargetGates
+from ecospec_jax.predictor_config import DrafterFeaturesConfig, TargetGatesConfig
 from ecospec_jax.training.overlap import top_k_overlap
 from ecospec_jax.training.predictor import live_tokens, optimiser, pack
 from ecospec_jax.training.states import TOO_EARLY, choice_loss, states_of
