@@ -207,14 +207,19 @@ TRAINED = {
 COUNTED = ("token_table", "token_pairs", "frequency")
 
 
-def train_predictor(settings: Settings, name: str, decoder: Decoder, corpus: Corpus, console: Console) -> Made:
-    """Trains with checkpoints, from the last one there on."""
-    kind = TRAINED[name]
-    model = kind.make(settings, decoder, corpus.manifest.states)
+def make_model(settings: Settings, name: str, decoder: Decoder, corpus: Corpus) -> Any:
+    """A predictor before its training, with what it borrows from the target."""
+    model = TRAINED[name].make(settings, decoder, corpus.manifest.states)
     borrow(model, model.config, decoder.target)
     for path in borrowed_parameters(model.config):
         value = parameters(model)[path]
         value.set_value(value.get_value().astype(settings.dtype))
+    return model
+
+
+def train_predictor(settings: Settings, name: str, model: Any, corpus: Corpus, console: Console) -> Made:
+    """Trains with checkpoints, from the last one there on."""
+    kind = TRAINED[name]
     console.print(name)
     trainer = Trainer(
         model,
@@ -337,12 +342,10 @@ def run(settings: Settings) -> None:
     corpus = open_corpus(settings, decoder)
     check_states(settings, decoder, corpus)
     counted, tokens = count_tables(settings, decoder, corpus)
+    untrained = {name: make_model(settings, name, decoder, corpus) for name in settings.predictors if name in TRAINED}
     open_training(training_folder(settings.out), recipe(settings, decoder, corpus))
-    models = counted | {
-        name: train_predictor(settings, name, decoder, corpus, console)
-        for name in settings.predictors
-        if name in TRAINED
-    }
+    trained = {name: train_predictor(settings, name, model, corpus, console) for name, model in untrained.items()}
+    models = counted | trained
 
     routing = RoutingShape.of(decoder.target.config)
     judges = {

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 from ecospec_jax import Decoder
-from ecospec_jax.errors import run_command
+from ecospec_jax.checkpoint import parameters
+from ecospec_jax.errors import UserError, run_command
 from ecospec_jax.predictor_checkpoint import load_predictors
 from ecospec_jax.training import traces as trace_files
 from ecospec_jax.training.corpus import is_held_out
 from ecospec_jax.training.traces import Trace, read_manifest, read_traces, write_manifest
 from ecospec_jax.training.trainer import Trainer
-from experiments import train_predictor
+from experiments import collect_traces, train_predictor
 from experiments.resuming import train
 from tests.complaints import complaint
 from tests.experiments.traced_world import (
@@ -160,7 +161,7 @@ def test_all_options_together_continue_exactly(world: World, collected_both: Pat
     }
     whole, again = (world.train(collected_both, tmp_path / name, **changes) for name in ("whole", "again"))
     judged = iter([0.3, 0.4, 0.5, 0.5, 0.6] * 2)
-    monkeypatch.setattr(train_predictor, "top_k_overlap", lambda *_: np.array([next(judged)]))
+    monkeypatch.setattr(train_predictor, "top_k_overlap", lambda *_, **__: np.array([next(judged)]))
     train_predictor.run(whole)  # ends after step 4, since 0.5 is no better than 0.5
     assert next(judged) == 0.6
     with monkeypatch.context() as patch:
@@ -171,7 +172,7 @@ def test_all_options_together_continue_exactly(world: World, collected_both: Pat
     assert next(judged) == 0.6
     assert pieces(again.out) == pieces(whole.out)
     three = replace(whole, out=tmp_path / "three", patience=None, checkpoint_every=9)
-    monkeypatch.setattr(train_predictor, "top_k_overlap", lambda *_: np.array([0.0]))
+    monkeypatch.setattr(train_predictor, "top_k_overlap", lambda *_, **__: np.array([0.0]))
     monkeypatch.setattr(
         train_predictor, "train", lambda trainer, feed, *, steps, **rest: train(trainer, feed, steps=3, **rest)
     )
@@ -293,3 +294,57 @@ def test_unusable_traces_through_the_command_line(
     assert caught.value.code == 2 and len(lines) == 1
     assert re.match(f"error: {re.escape(message)}", lines[0])
     assert [path.name for path in tmp_path.iterdir()] == ["traces"]
+
+
+@pytest.fixture(scope="module")
+def collected_states(world: World, tmp_path_factory) -> Path:
+    """Traces with the drafter's states."""
+    out = tmp_path_factory.mktemp("states") / "traces"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Decoder, "load", staticmethod(lambda folder: world.decoder))
+        collect_traces.run(world.collect(out, drafter_states=True))
+    return out
+
+
+EVERY = ("backbone", "drafter_features", "target_gates", "token_table", "token_pairs", "frequency")
+
+
+def test_every_predictor_decodes(world: World, collected_states: Path, tmp_path, monkeypatch) -> None:
+    """Trained, saved, loaded and named in a method; the tokens are plain decoding's."""
+    out = tmp_path / "predictors"
+    train_predictor.run(world.train(collected_states, out, predictors=EVERY, rank=5, pairs=9))
+    monkeypatch.undo()
+    decoder = Decoder.load(world.target, predictor=out)
+    prompts = ["abc", "hello"]
+    plain = decoder.generate(prompts, method="ar", max_new_tokens=8)
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["predictors"].keys() == set(EVERY)
+    for name in EVERY:
+        drafted = decoder.generate(prompts, method=f"ecospec@{name}", max_new_tokens=8)
+        assert [g.tokens for g in drafted.generations] == [g.tokens for g in plain.generations], name
+        assert all(0 <= share <= 1 for share in manifest["overlap"][name])
+    loaded = load_predictors(out, decoder.target_hash, decoder.dtype, decoder.target, drafter_hash=decoder.drafter_hash)
+    gate = parameters(loaded["target_gates"])["routers.1.gate.weight"].get_value()
+    assert gate is parameters(decoder.target)["layers.2.moe.router.gate.weight"].get_value()
+
+    manifest["predictors"]["drafter_features"]["drafter_hash"] = "0" * 64
+    (out / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="'drafter_features' reads the states of another drafter"):
+        Decoder.load(world.target, predictor=out)
+
+
+def test_states_that_are_missing_or_of_another_drafter(
+    world: World, collected: Path, collected_states: Path, tmp_path, capsys
+) -> None:
+    wanted = world.train(collected, tmp_path / "predictors", predictors=("target_gates",))
+    assert "no drafter's states, which 'target_gates' needs" in complaint(lambda: train_predictor.run(wanted), capsys)
+    copied = Path(shutil.copytree(collected_states, tmp_path / "traces"))
+    manifest = read_manifest(copied)
+    assert manifest.states is not None
+    write_manifest(copied, replace(manifest, states=replace(manifest.states, drafter_hash="0" * 64)))
+    line = complaint(lambda: train_predictor.run(replace(wanted, traces=copied)), capsys)
+    assert line == f"{copied}: states of another drafter (hash 000000000000)"
+    unknown, none = (replace(wanted, predictors=names) for names in (("oracle",), ()))
+    assert "unknown predictor 'oracle'; known: backbone" in complaint(lambda: train_predictor.run(unknown), capsys)
+    assert "--predictors names no predictor" in complaint(lambda: train_predictor.run(none), capsys)
+    assert not (tmp_path / "predictors").exists()

@@ -36,7 +36,7 @@ def folder(tmp_path_factory) -> Path:
     write_bpe(folder / "other", ["he", "ab"], seed=4)
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
     settings = collect_traces.Settings(
-        folder / "target", folder / "prompts.jsonl", folder / "traces", max_new_tokens=9, batch_size=4
+        folder / "target", (str(folder / "prompts.jsonl"),), folder / "traces", max_new_tokens=9, batch_size=4
     )
     collect_traces.run(settings)
     return folder
@@ -65,7 +65,7 @@ def test_from_traces_to_tokens(folder: Path, tmp_path, published: str, bridge, f
 
     ours = load_predictors(out, decoder.target_hash, jnp.dtype(jnp.float32), decoder.target)["backbone"]
     assert ours.config.bridge.kind == bridge
-    before = parameters(train_predictor.make_backbone(begun, decoder))
+    before = parameters(train_predictor.make_backbone(begun, decoder, None))
     kept = {
         path.split(".")[0]
         for path, variable in parameters(ours).items()
@@ -116,7 +116,7 @@ def test_another_backbone_does_not_continue_a_training(folder: Path, tmp_path, c
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(train_predictor, "train_backbone", interrupted)
+    monkeypatch.setattr(train_predictor, "train_predictor", interrupted)
     with pytest.raises(KeyboardInterrupt):
         train_predictor.run(begun)
     for changes in ({"backbone": folder / "other"}, {"frozen": True}, {"bridge": "shared"}):

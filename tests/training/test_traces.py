@@ -215,7 +215,10 @@ def column(name: str, values: list, kind: pa.DataType) -> Callable[[pa.Table], p
 WRONG = {
     "another target": (described(target_hash="cd" * 32), r"a shard of another target \(hash cdcdcdcdcdcd\)"),
     "another vocabulary": (described(vocab_size=24), "ShardHeader.*vocab_size=24.* differs from the manifest's"),
-    "other states": (described(states={"states": 2, "hidden": 5}), "ShardHeader.* differs from the manifest's"),
+    "other states": (
+        described(states={"states": 2, "hidden": 5, "drafter_hash": ""}),
+        "ShardHeader.* differs from the manifest's",
+    ),
     "bad header": (described(routing=3), "the schema's metadata: routing: "),
     "no header": (lambda table: table.replace_schema_metadata({}), "the schema's metadata cannot be read: "),
     "missing column": (lambda table: table.drop_columns("experts"), "column 'experts' is missing"),
@@ -251,7 +254,7 @@ def test_no_parquet_at_all(folder) -> None:
 def test_states_of_the_wrong_shape(tmp_path) -> None:
     """Not written, and not read if another wrote them."""
     manifest = write_traces(tmp_path / "traces", [], STATES)
-    for trace in (make_trace("p", 4, 0), make_trace("p", 4, 0, states=StateShape(1, 5))):
+    for trace in (make_trace("p", 4, 0), make_trace("p", 4, 0, states=StateShape(1, 5, ""))):
         with pytest.raises(UserError, match=r"shard-00000.parquet: row 0: 'states' has shape .*, not \(4, 2, 5\)"):
             write_shard(tmp_path / "traces", manifest, [trace])
     with pytest.raises(UserError, match=r"row 0: 'states' has shape \(4, 2, 5\), not None"):
