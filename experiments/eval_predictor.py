@@ -1,14 +1,15 @@
 """Judge expert predictors on recordings: sets, counts, scores, and what they cost.
 
-    python -m experiments.eval_predictor --recording held-out=recordings/gsm8k left-out=recordings/mbpp \
-        --target converted/tiny-qwen3-moe --predictor checkpoints/tiny-qwen3-moe/predictor --out results/predictors
+    python -m experiments.eval_predictor --target converted/tiny-qwen3-moe \
+        --predictor checkpoints/tiny-qwen3-moe/predictor --text demo=experiments/prompts/demo.jsonl
 
-Each recording (`python -m experiments.recording`) is a folder of one kind of text: prompts held out of training, a data
-set that was left out, another language, longer answers. Rows are the root and every candidate node of every position
-of an answer. Intervals are 95 % bootstrap intervals over prompts.
+Each text is of one kind: prompts held out of training, a data set that was left out, another language, longer answers.
+A prompt file is recorded first (`experiments.recording`); a folder of recordings is taken as it is. Rows are the root
+and every candidate node of every position of an answer. Intervals are 95 % bootstrap intervals over prompts.
 """
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -26,8 +27,8 @@ from rich.table import Column, Table
 from ecospec_jax import Decoder, UserError, expert_bits
 from ecospec_jax.cache import Rows
 from ecospec_jax.errors import reported_as_user_error, run_command
-from ecospec_jax.models.predictor import Evidence, Predictor, Previous
-from ecospec_jax.predictor_checkpoint import load_predictors
+from ecospec_jax.models.predictor import Evidence, Predictor
+from experiments import recording
 from experiments.environment import environment
 from experiments.intervals import Interval, ratio_interval
 from experiments.options import require_positive
@@ -39,10 +40,11 @@ from experiments.predictor_metrics import (
     marginal_counts,
     rank_correlation,
 )
-from experiments.recording import Header, Recording, read_recordings
+from experiments.recording import Header, Recording, named_predictors
 from experiments.replay_costs import OWN, cost_model
 from experiments.tables import markdown_table, write_text
 
+SHARDS = "recording-*.npz"
 CONTEXT = 64  # committed tokens behind which a prediction is timed
 
 
@@ -50,18 +52,24 @@ CONTEXT = 64  # committed tokens behind which a prediction is timed
 class Settings:
     """Judge expert predictors on recordings."""
 
-    recording: tuple[str, ...]
-    """NAME=FOLDER of `python -m experiments.recording`, one each kind of text; all of one target."""
-    target: Path | None = None
-    """Folder that `python -m convert` wrote: with --predictor, predictions are timed."""
-    predictor: Path | None = None
-    """Folder of the predictors that were recorded."""
+    text: tuple[str, ...]
+    """NAME=PATH: a prompt file, or a folder that `python -m experiments.recording` wrote for this target."""
+    target: Path
+    """Folder that `python -m convert` wrote."""
+    predictor: tuple[Path, ...]
+    """Folders of predictors. With several, theirs are called FOLDER/NAME."""
+    limit: int | None = None
+    """Use only the first prompts of each prompt file."""
+    max_new_tokens: int = 128
+    """Most tokens of a recorded answer."""
+    temperature: float = 0.0
+    """Of recorded answers; 0 is greedy."""
     eps: float = 1.0
     """Of the cost-aware score whose order is compared with the oracle's."""
     repeats: int = 50
     """Timed predictions of each predictor."""
     out: Path = Path("results/predictors")
-    """Folder for predictors.jsonl, predictors.md and predictors.png."""
+    """Folder for predictors.jsonl, predictors.md, predictors.png and the recordings that are made."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,7 @@ class Judgement:
         rank: mean Spearman correlation of the nodes' scores with the oracle's.
     """
 
-    recording: str
+    text: str
     predictor: str
     overlap: Interval
     precision: Interval
@@ -92,25 +100,25 @@ class Judgement:
     rank: Interval
 
 
-def judge(recording: Recording, name: str, predictor: str, eps: float) -> Judgement:
+def judge(text: Recording, name: str, predictor: str, eps: float) -> Judgement:
     """All figures of one predictor."""
-    sets = recording.forecasts[predictor]
-    sizes = agreement(sets, recording.experts)
+    sets = text.forecasts[predictor]
+    sizes = agreement(sets, text.experts)
 
     def ratio(tops: np.ndarray, bottoms: np.ndarray) -> Interval:
-        sums = (by_prompt(recording, part.reshape(len(part), -1).sum(axis=1, dtype=float)) for part in (tops, bottoms))
+        sums = (by_prompt(text, part.reshape(len(part), -1).sum(axis=1, dtype=float)) for part in (tops, bottoms))
         return ratio_interval(*sums)
 
-    levels = np.concatenate([[0], recording.depths])
-    on_path = ancestors(recording.parents)
-    true, said = (marginal_counts(recording, bits, on_path) for bits in (recording.experts, sets))
-    chance = np.exp(recording.log_probs)
+    levels = np.concatenate([[0], text.depths])
+    on_path = ancestors(text.parents)
+    true, said = (marginal_counts(text, bits, on_path) for bits in (text.experts, sets))
+    chance = np.exp(text.log_probs)
     rank_X = rank_correlation(chance / (said + eps), chance / (true + eps))
     known_X = np.isfinite(rank_X)
     order = np.argsort(said.reshape(-1), kind="stable")
     groups = [group for group in np.array_split(order, 10) if len(group)]
     return Judgement(
-        recording=name,
+        text=name,
         predictor=predictor,
         overlap=ratio(sizes.hits, sizes.true),
         precision=ratio(sizes.hits, sizes.predicted),
@@ -156,47 +164,60 @@ def seconds(predictor: Predictor, header: Header, repeats: int) -> float:
     return float(np.median(times))
 
 
-def load(settings: Settings) -> dict[str, Recording]:
-    """The recordings by name; they must be of one target and one set of predictors."""
-    found: dict[str, Recording] = {}
-    for one in settings.recording:
-        name, separator, folder = one.partition("=")
-        if not separator or not name:
-            raise UserError(f"--recording {one}: NAME=FOLDER is expected")
+def paths_of(settings: Settings) -> dict[str, Path]:
+    """Texts by name."""
+    found: dict[str, Path] = {}
+    for one in settings.text:
+        name, separator, path = one.partition("=")
+        if not separator or not re.fullmatch(r"[\w.-]+", name):
+            raise UserError(f"--text {one}: NAME=PATH is expected, the name of letters, digits, '.', '_' and '-'")
         if name in found:
-            raise UserError(f"--recording: two are called '{name}'")
-        files = sorted(Path(folder).glob("recording-*.npz"))
-        if not files:
-            raise UserError(f"{folder}: holds no recording-*.npz")
-        found[name] = read_recordings(files)
-        first, own = next(iter(found.values())).header, found[name].header
-        for part in ("target_hash", "predictors"):
-            if getattr(first, part) != getattr(own, part):
-                raise UserError(f"{folder}: another {part.replace('_', ' ')} than in {settings.recording[0]}")
+            raise UserError(f"--text: two are called '{name}'")
+        found[name] = Path(path)
+        if not found[name].exists():
+            raise UserError(f"{path}: no such file or folder")
+        if found[name].is_dir() and not list(found[name].glob(SHARDS)):
+            raise UserError(f"{path}: holds no {SHARDS}")
     if not found:
-        raise UserError("--recording names no recording")
+        raise UserError("--text names no text")
     return found
 
 
-def timings(settings: Settings, header: Header) -> dict[str, float]:
-    """Milliseconds of a prediction by each recorded predictor; empty unless the models were given."""
-    if settings.target is None or settings.predictor is None:
-        return {}
-    decoder = Decoder.load(settings.target)
-    if decoder.target_hash != header.target_hash:
-        raise UserError(f"{settings.target}: not the target that was recorded")
-    loaded: dict[str, Predictor] = {
-        "previous": Previous(),
-        **load_predictors(
-            settings.predictor, header.target_hash, decoder.dtype, decoder.target, drafter_hash=header.drafter_hash
-        ),
-    }
-    if missing := header.predictors.keys() - loaded.keys():
-        raise UserError(f"{settings.predictor}: predictor '{min(missing)}' was recorded and is not there")
-    return {name: 1e3 * seconds(loaded[name], header, settings.repeats) for name in header.predictors}
+def record(settings: Settings, name: str, prompts: Path) -> Path:
+    """The folder of a text's recording, made if it is not there yet."""
+    asked = recording.Settings(
+        target=settings.target,
+        prompts=prompts,
+        out=settings.out / "recordings" / name,
+        predictor=settings.predictor,
+        limit=settings.limit,
+        temperature=settings.temperature,
+        max_new_tokens=settings.max_new_tokens,
+    )
+    for _ in recording.shards(asked):
+        pass
+    return asked.out
 
 
-HEADER = ("recording", "predictor", "overlap", "F1", "count error", "count bias", "rank", "MB a step", "ms a step")
+def load(settings: Settings, decoder: Decoder, predictors: Mapping[str, Predictor]) -> dict[str, Recording]:
+    """The recordings by name; they must be of this target and these predictors."""
+    configs = {name: getattr(one, "config", None) for name, one in predictors.items()}
+    found = {}
+    for name, path in paths_of(settings).items():
+        folder = path if path.is_dir() else record(settings, name, path)
+        found[name] = recording.read_recordings(sorted(folder.glob(SHARDS)))
+        header = found[name].header
+        for what, own, other in (
+            ("target", header.target_hash, decoder.target_hash),
+            ("drafter", header.drafter_hash, decoder.drafter_hash),
+            ("set of predictors", header.predictors, configs),
+        ):
+            if own != other:
+                raise UserError(f"{folder}: was recorded with another {what}")
+    return found
+
+
+HEADER = ("text", "predictor", "overlap", "F1", "count error", "count bias", "rank", "MB a step", "ms a step")
 
 
 def _cell(interval: Interval) -> str:
@@ -205,28 +226,27 @@ def _cell(interval: Interval) -> str:
 
 def cells_of(one: Judgement, megabytes: Mapping[str, float], times: Mapping[str, float]) -> list[str]:
     figures = [_cell(part) for part in (one.overlap, one.f1, one.count_error, one.count_bias, one.rank)]
-    timed = f"{times[one.predictor]:.2f}" if one.predictor in times else "-"
-    return [one.recording, one.predictor, *figures, f"{megabytes[one.predictor]:.2f}", timed]
+    return [one.text, one.predictor, *figures, f"{megabytes[one.predictor]:.2f}", f"{times[one.predictor]:.2f}"]
 
 
 def layer_table(judged: list[Judgement]) -> str:
     layers, depths = (range(len(getattr(judged[0], part))) for part in ("layers", "depths"))
-    header = ["recording", "predictor", *(f"layer {i}" for i in layers), *(f"depth {i}" for i in depths)]
+    header = ["text", "predictor", *(f"layer {i}" for i in layers), *(f"depth {i}" for i in depths)]
     lines = [
-        [one.recording, one.predictor, *(f"{part.middle:.3f}" for part in (*one.layers, *one.depths))] for one in judged
+        [one.text, one.predictor, *(f"{part.middle:.3f}" for part in (*one.layers, *one.depths))] for one in judged
     ]
     return markdown_table(header, lines)
 
 
 def plot(path: Path, judged: list[Judgement]) -> None:
     """By recording: overlap by layer, overlap by depth, and true counts against predicted ones."""
-    names = list(dict.fromkeys(one.recording for one in judged))
+    names = list(dict.fromkeys(one.text for one in judged))
     figure, axes = plt.subplots(
         len(names), 3, figsize=(12, 1 + 3 * len(names)), layout="constrained", squeeze=False, sharey="col"
     )
     for row, name in zip(axes, names, strict=True):
         largest = 0.0
-        for one in (one for one in judged if one.recording == name):
+        for one in (one for one in judged if one.text == name):
             for axis, part in zip(row, (one.layers, one.depths), strict=False):
                 middles = [interval.middle for interval in part]
                 errors = [[i.middle - i.low for i in part], [i.high - i.middle for i in part]]
@@ -244,17 +264,20 @@ def plot(path: Path, judged: list[Judgement]) -> None:
 
 def run(settings: Settings) -> None:
     console = Console()
-    require_positive(settings, "repeats")
+    require_positive(settings, "repeats", "limit", "max_new_tokens")
     if settings.eps <= 0:
         raise UserError(f"--eps {settings.eps} is not positive")
-    recordings = load(settings)
+    paths_of(settings)  # refuses what cannot be before models are loaded
+    decoder = Decoder.load(settings.target)
+    predictors = named_predictors(settings.predictor, decoder)
+    recordings = load(settings, decoder, predictors)
     header = next(iter(recordings.values())).header
-    times = timings(settings, header)
+    times = {name: 1e3 * seconds(one, header, settings.repeats) for name, one in predictors.items()}
     with reported_as_user_error(f"{settings.out}: cannot be written", OSError):
         settings.out.mkdir(parents=True, exist_ok=True)
     judged = [
-        judge(recording, name, predictor, settings.eps)
-        for name, recording in recordings.items()
+        judge(text, name, predictor, settings.eps)
+        for name, text in recordings.items()
         for predictor in header.predictors
     ]
     megabytes = {name: cost_model(header, OWN, name, "eagle3").predict / 1e6 for name in header.predictors}
@@ -264,10 +287,10 @@ def run(settings: Settings) -> None:
         table.add_row(*line)
     console.print(table)
     sizes = ", ".join(f"{name}: {len(one.header.prompts)} prompts" for name, one in recordings.items())
-    about = {"recordings": sizes, "settings": asdict(settings), **environment()}
+    about = {"texts": sizes, "settings": asdict(settings), **environment()}
     notes = "\n".join(f"- {name}: `{value}`" for name, value in about.items())
     lines = [
-        json.dumps(asdict(one) | {"megabytes": megabytes[one.predictor], "milliseconds": times.get(one.predictor)})
+        json.dumps(asdict(one) | {"megabytes": megabytes[one.predictor], "milliseconds": times[one.predictor]})
         for one in judged
     ]
     with reported_as_user_error(f"{settings.out}: cannot be written", OSError):

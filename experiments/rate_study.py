@@ -147,7 +147,7 @@ def record(settings: Settings, pool: str, temperature: float) -> Recording:
             prompts=path,
             out=(settings.recordings or settings.out / "recordings")
             / f"{path.stem}-T{temperature:g}-k{spec.branch}-D{spec.depth}",
-            predictor=settings.predictor,
+            predictor=() if settings.predictor is None else (settings.predictor,),
             limit=settings.limit,
             temperature=temperature,
             depth=spec.depth,

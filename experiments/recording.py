@@ -347,8 +347,9 @@ class Settings:
     """Folder for the shards, `recording-0000.npz` and so on."""
     drafter: Path | None = None
     """Take the drafter from this converted folder instead of the target's own."""
-    predictor: Path | None = None
-    """Folder of expert predictors; all of them are recorded, and the previous token's experts."""
+    predictor: tuple[Path, ...] = ()
+    """Folders of expert predictors; all of them are recorded, and the previous token's experts. With several folders
+    theirs are called FOLDER/NAME, by the folder's own name."""
     limit: int | None = None
     """Use only the first prompts of the file."""
     temperature: float = 0.0
@@ -365,16 +366,24 @@ class Settings:
     """Seed of sampling; prompt i draws with seed + i."""
 
 
+def named_predictors(folders: Sequence[Path], decoder: Decoder) -> dict[str, Predictor]:
+    """`previous`, and the predictors of some folders by the names they are recorded under."""
+    found: dict[str, Predictor] = {"previous": Previous()}
+    for folder in folders:
+        hashes = decoder.target_hash, decoder.drafter_hash
+        loaded = load_predictors(folder, hashes[0], decoder.dtype, decoder.target, drafter_hash=hashes[1])
+        named = loaded if len(folders) == 1 else {f"{folder.name}/{name}": one for name, one in loaded.items()}
+        if twice := found.keys() & named.keys():
+            raise UserError(f"{folder}: another predictor is called '{min(twice)}' already")
+        found |= named
+    return found
+
+
 def shards(settings: Settings) -> Iterator[Path]:
     """Records what is missing; yields the file of every shard."""
     prompts = read_prompts(settings.prompts, settings.limit)
     decoder = Decoder.load(settings.target, drafter=settings.drafter)
-    predictors: dict[str, Predictor] = {"previous": Previous()}
-    if settings.predictor is not None:
-        hashes = decoder.target_hash, decoder.drafter_hash
-        predictors |= load_predictors(
-            settings.predictor, hashes[0], decoder.dtype, decoder.target, drafter_hash=hashes[1]
-        )
+    predictors = named_predictors(settings.predictor, decoder)
     for prompt in prompts:
         decoder.check_fits(prompt.turns[0], settings.max_new_tokens, where=f"{settings.prompts}: {prompt.id}")
     header = header_of(

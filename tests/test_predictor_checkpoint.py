@@ -23,7 +23,7 @@ from ecospec_jax.predictor_config import FrequencyConfig, TokenTableConfig
 from tests import tiny_predictors
 from tests.parity.compare import causal_rows
 from tests.tiny import quick_compilation
-from tests.tiny_predictors import BRIDGES, PREDICTOR, ROUTING, TARGET, make_target, random_ids, write_converted
+from tests.tiny_predictors import BRIDGES, ROUTING, TARGET, make_target, write_converted
 
 __all__ = ["quick_compilation"]
 F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
@@ -31,19 +31,8 @@ HASH = "ab" * 32
 TABLE, FREQUENCY = TokenTableConfig(TARGET.vocab_size, ROUTING), FrequencyConfig(ROUTING)
 
 
-def models() -> dict:
-    """A backbone that ends up with the target's embedding, a table and a prior, with their configs."""
-    backbone = tiny_predictors.make_backbone()
-    backbone.embedding.weight.set_value(make_target().embedding.weight.get_value())
-    table = tiny_predictors.make_table(random_ids((TARGET.vocab_size, ROUTING.layers), ROUTING, 0))
-    frequency = tiny_predictors.make_frequency(random_ids((ROUTING.layers,), ROUTING, 1))
-    return {"backbone": (PREDICTOR, backbone), "token_table": (TABLE, table), "frequency": (FREQUENCY, frequency)}
-
-
 def save(folder: Path, dtype: jnp.dtype = F32, target_hash: str = HASH) -> Path:
-    overlap = {"backbone": (0.75, 0.5), "token_table": (0.25, 0.125)}
-    save_predictors(folder, models(), target_hash=target_hash, overlap=overlap, recipe={"steps": "3"}, dtype=dtype)
-    return folder
+    return tiny_predictors.write_predictors(folder, target_hash, dtype)
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +52,8 @@ def load(folder: Path, target_hash: str = HASH, dtype: jnp.dtype = F32) -> dict:
 def test_round_trip(pristine) -> None:
     """Every value and the modules' form; the embedding is the target's array itself and not in the files."""
     loaded = load(pristine)
-    assert loaded.keys() == models().keys()
-    for name, (_, model) in models().items():
+    assert loaded.keys() == tiny_predictors.some_predictors().keys()
+    for name, (_, model) in tiny_predictors.some_predictors().items():
         ours, expected = parameters(loaded[name]), parameters(model)
         assert nnx.graphdef(loaded[name]) == nnx.graphdef(model)
         for path, variable in expected.items():
@@ -110,7 +99,7 @@ def test_backbones_with_an_embedding_of_their_own(bridge: str, tmp_path) -> None
 def test_dtypes(tmp_path) -> None:
     """Weights are stored in the asked dtype and loaded in the compute dtype; bit words are never cast."""
     folder = save(tmp_path / "bf16", BF16)
-    exact = parameters(models()["backbone"][1])
+    exact = parameters(tiny_predictors.some_predictors()["backbone"][1])
     for dtype in (F32, BF16):
         loaded = load(folder, dtype=dtype)
         for path, variable in parameters(loaded["backbone"]).items():
@@ -118,7 +107,10 @@ def test_dtypes(tmp_path) -> None:
                 expected = exact[path].get_value().astype(BF16).astype(dtype)
                 np.testing.assert_array_equal(variable.get_value(), expected, err_msg=path)
         assert loaded["token_table"].bits_VLW.get_value().dtype == jnp.uint32
-        np.testing.assert_array_equal(loaded["token_table"].bits_VLW[...], models()["token_table"][1].bits_VLW[...])
+        table = tiny_predictors.some_predictors()["token_table"][1]
+        np.testing.assert_array_equal(loaded["token_table"].bits_VLW[...], table.bits_VLW[...])
+            loaded["token_table"].bits_VLW[...], tiny_predictors.some_predictors()["token_table"][1].bits_VLW[...]
+        )
 
 
 def test_an_existing_folder_is_never_overwritten(folder) -> None:
@@ -243,5 +235,5 @@ def test_loaded_predictor_predicts_the_same(pristine) -> None:
     assert isinstance(backbone, BackbonePredictor)
     rows = causal_rows(np.arange(8)[None])
     call = nnx.jit(lambda model, rows: model.logits(rows, model.empty_cache(1, 8))[0])
-    expected = call(models()["backbone"][1], rows)
+    expected = call(tiny_predictors.some_predictors()["backbone"][1], rows)
     np.testing.assert_array_equal(jax.device_get(call(backbone, rows)), expected)

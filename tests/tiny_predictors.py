@@ -36,10 +36,12 @@ from ecospec_jax.metrics import DecodeStats
 from ecospec_jax.models.backbone_predictor import BackbonePredictor
 from ecospec_jax.models.predictor import Evidence, Frequency, Oracle, Previous, TokenTable
 from ecospec_jax.models.qwen3_moe import Qwen3Moe
+from ecospec_jax.predictor_checkpoint import save_predictors
 from ecospec_jax.predictor_config import (
     BackboneConfig,
     BackbonePredictorConfig,
     FrequencyConfig,
+    PredictorConfig,
     Retokenise,
     SharedVocabulary,
     TokenTableConfig,
@@ -301,3 +303,24 @@ def write_converted(folder: Path, target: Qwen3Moe | None = None, eos_ids: tuple
     write_manifest(folder, manifest)
     write_tokenizer(folder / "tokenizer")
     return folder, manifest.target_hash
+
+
+def some_predictors() -> dict[str, tuple[PredictorConfig, Any]]:
+    """A backbone that ends up with the target's embedding, a table and a prior, with their configs."""
+    backbone = make_backbone()
+    backbone.embedding.weight.set_value(make_target().embedding.weight.get_value())
+    table = make_table(random_ids((TARGET.vocab_size, ROUTING.layers), ROUTING, 0))
+    frequency = make_frequency(random_ids((ROUTING.layers,), ROUTING, 1))
+    return {
+        "backbone": (PREDICTOR, backbone),
+        "token_table": (TokenTableConfig(TARGET.vocab_size, ROUTING), table),
+        "frequency": (FrequencyConfig(ROUTING), frequency),
+    }
+
+
+def write_predictors(folder: Path, target_hash: str, dtype: Any = jnp.float32) -> Path:
+    """A folder of `some_predictors` as training leaves it."""
+    overlap = {"backbone": (0.75, 0.5), "token_table": (0.25, 0.125)}
+    models, dtype = some_predictors(), jnp.dtype(dtype)
+    save_predictors(folder, models, target_hash=target_hash, overlap=overlap, recipe={"steps": "3"}, dtype=dtype)
+    return folder

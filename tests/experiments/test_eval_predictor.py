@@ -2,7 +2,8 @@
 
 import itertools
 import json
-from dataclasses import replace
+import shutil
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,10 @@ from scipy.stats import spearmanr
 
 from experiments import eval_predictor
 from experiments.predictor_metrics import agreement, ancestors, by_prompt, marginal_counts, rank_correlation
-from experiments.recording import Recording, write_recording
+from experiments.recording import Recording, read_recordings, write_recording
 from tests.complaints import complaint
 from tests.made_up_recording import ROUTING, made_up
-from tests.tiny_predictors import sets_of
+from tests.tiny_predictors import sets_of, write_converted, write_predictors
 
 
 def path_of(recording: Recording, position: int, node: int) -> list[int]:
@@ -93,41 +94,64 @@ def test_judgement() -> None:
     assert len(one.counts) == 10 and one.counts[0][0] <= one.counts[-1][0]
 
 
-@pytest.fixture
-def folders(tmp_path: Path) -> dict[str, Path]:
-    found = {name: tmp_path / name for name in ("held-out", "other")}
-    for seed, folder in enumerate(found.values()):
-        write_recording(folder / "recording-0000.npz", made_up(seed))
-    return found
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> tuple[Path, Path]:
+    """A converted target with predictors, and a prompt file."""
+    folder = tmp_path_factory.mktemp("models")
+    _, target_hash = write_converted(folder / "target")
+    write_predictors(folder / "predictors", target_hash)
+    lines = [json.dumps({"id": name, "turns": [name]}) + "\n" for name in ("abc", "hello", "no")]
+    (folder / "prompts.jsonl").write_text("".join(lines))
+    return folder / "target", folder / "predictors"
 
 
-def test_command(folders: dict[str, Path], tmp_path: Path) -> None:
-    """A line for each recording and predictor; the table and the plot beside them."""
-    named = tuple(f"{name}={folder}" for name, folder in folders.items())
-    eval_predictor.run(eval_predictor.Settings(recording=named, out=tmp_path / "out"))
-    lines = [json.loads(line) for line in (tmp_path / "out/predictors.jsonl").read_text().splitlines()]
-    assert [(line["recording"], line["predictor"]) for line in lines] == list(
-        itertools.product(("held-out", "other"), ("guess", "nothing"))
-    )
-    assert 0.3 < lines[0]["overlap"]["middle"] < 0.8 and lines[1]["overlap"]["middle"] == 0
-    assert lines[0]["milliseconds"] is None and lines[0]["megabytes"] == 0
-    assert "| held-out | guess |" in (tmp_path / "out/predictors.md").read_text()
-    assert (tmp_path / "out/predictors.png").read_bytes()[:4] == b"\x89PNG"
+def settings(models: tuple[Path, Path], out: Path, *text: str, **changes) -> eval_predictor.Settings:
+    target, predictor = models
+    wanted = eval_predictor.Settings(text=text, target=target, predictor=(predictor,), max_new_tokens=6, out=out)
+    return replace(wanted, repeats=2, **changes)
 
 
-def test_bad_input(folders: dict[str, Path], tmp_path: Path, capsys) -> None:
-    def refused(*recording: str, **changes) -> str:
-        wanted = eval_predictor.Settings(recording=recording, out=tmp_path / "out", **changes)
-        return complaint(lambda: eval_predictor.run(wanted), capsys)
+def test_command(models: tuple[Path, Path], tmp_path: Path) -> None:
+    """A line for each text and predictor; what was recorded is used again; a second folder has names of its own."""
+    prompts, out = models[0].parent / "prompts.jsonl", tmp_path / "out"
+    eval_predictor.run(settings(models, out, f"one={prompts}"))
+    made = out / "recordings/one"
+    stamp = (made / "recording-0000.npz").stat().st_mtime_ns
+    eval_predictor.run(settings(models, out, f"one={prompts}", f"two={made}"))
+    assert (made / "recording-0000.npz").stat().st_mtime_ns == stamp
+    lines = [json.loads(line) for line in (out / "predictors.jsonl").read_text().splitlines()]
+    names = ("previous", "backbone", "token_table", "frequency")
+    assert {(line["text"], line["predictor"]) for line in lines} == set(itertools.product(("one", "two"), names))
+    by_name = {line["predictor"]: line for line in lines if line["text"] == "one"}
+    judged = eval_predictor.judge(read_recordings([made / "recording-0000.npz"]), "one", "token_table", 1.0)
+    assert json.loads(json.dumps(asdict(judged))).items() <= by_name["token_table"].items()
+    assert all(line["milliseconds"] > 0 for line in lines)
+    assert by_name["backbone"]["megabytes"] > 0 == by_name["token_table"]["megabytes"]
+    assert "| one | token_table |" in (out / "predictors.md").read_text()
+    assert (out / "predictors.png").read_bytes()[:4] == b"\x89PNG"
 
-    first, second = (f"{name}={folder}" for name, folder in folders.items())
-    assert "NAME=FOLDER is expected" in refused(str(folders["other"]))
-    assert "two are called 'other'" in refused(second, second)
-    assert f"{tmp_path}: holds no recording-*.npz" in refused(f"a={tmp_path}")
-    assert "--recording names no recording" in refused()
-    assert "--eps 0.0 is not positive" in refused(first, eps=0.0)
-    other = made_up(5)
-    header = replace(other.header, target_hash="x" * 64)
-    write_recording(folders["other"] / "recording-0000.npz", replace(other, header=header))
-    assert f"{folders['other']}: another target hash than in {first}" in refused(first, second)
-    assert not (tmp_path / "out").exists()
+    other = Path(shutil.copytree(models[1], tmp_path / "again"))
+    both = replace(settings(models, tmp_path / "both", f"one={prompts}"), predictor=(models[1], other))
+    eval_predictor.run(both)
+    lines = [json.loads(line) for line in (tmp_path / "both/predictors.jsonl").read_text().splitlines()]
+    assert {line["predictor"] for line in lines} >= {"previous", "predictors/backbone", "again/backbone"}
+
+
+def test_bad_input(models: tuple[Path, Path], tmp_path: Path, capsys) -> None:
+    def refused(*text: str, **changes) -> str:
+        return complaint(lambda: eval_predictor.run(settings(models, tmp_path / "out", *text, **changes)), capsys)
+
+    (tmp_path / "empty").mkdir()
+    assert "NAME=PATH is expected" in refused("prompts.jsonl")
+    assert "NAME=PATH is expected" in refused("a/b=prompts.jsonl")
+    assert "absent.jsonl: no such file or folder" in refused("a=absent.jsonl")
+    assert f"{tmp_path / 'empty'}: holds no recording-*.npz" in refused(f"a={tmp_path / 'empty'}")
+    assert "--text names no text" in refused()
+    prompts = models[0].parent / "prompts.jsonl"
+    assert "two are called 'a'" in refused(f"a={prompts}", f"a={prompts}")
+    assert "--eps 0.0 is not positive" in refused(f"a={prompts}", eps=0.0)
+    write_recording(tmp_path / "made/recording-0000.npz", made_up())
+    assert f"{tmp_path / 'made'}: was recorded with another target" in refused(f"a={tmp_path / 'made'}")
+    twice = settings(models, tmp_path / "out", f"a={prompts}")
+    twice = replace(twice, predictor=(models[1], models[1]))
+    assert "another predictor is called" in complaint(lambda: eval_predictor.run(twice), capsys)
