@@ -109,8 +109,6 @@ def test_dtypes(tmp_path) -> None:
         assert loaded["token_table"].bits_VLW.get_value().dtype == jnp.uint32
         table = tiny_predictors.some_predictors()["token_table"][1]
         np.testing.assert_array_equal(loaded["token_table"].bits_VLW[...], table.bits_VLW[...])
-            loaded["token_table"].bits_VLW[...], tiny_predictors.some_predictors()["token_table"][1].bits_VLW[...]
-        )
 
 
 def test_an_existing_folder_is_never_overwritten(folder) -> None:

@@ -29,11 +29,15 @@ class SoftmaxRouter(nnx.Module):
 
     def __call__(self, x_TD: Float[Array, "rows hidden"]) -> tuple[Int[Array, "rows k"], Float[Array, "rows k"]]:
         """Expert ids (best first, ties to the lower id) and combine weights of each row."""
-        probabilities_TE = jax.nn.softmax(self.gate(x_TD).astype(jnp.float32), axis=-1)
+        probabilities_TE = jax.nn.softmax(self.preferences(x_TD), axis=-1)
         weights_TK, ids_TK = lax.top_k(probabilities_TE, self.k)
         if self.normalise:
             weights_TK = weights_TK / jnp.sum(weights_TK, axis=-1, keepdims=True)
         return ids_TK, weights_TK.astype(x_TD.dtype)
+
+    def preferences(self, x: Float[Array, "... hidden"]) -> Float[Array, "... experts"]:
+        """What experts are chosen by, float32."""
+        return self.gate(x).astype(jnp.float32)
 
 
 class TopKRouter(nnx.Module):
@@ -48,6 +52,10 @@ class TopKRouter(nnx.Module):
         """Expert ids (best first, ties to the lower id) and combine weights of each row."""
         logits_TK, ids_TK = lax.top_k(self.gate(x_TD), self.k)
         return ids_TK, jax.nn.softmax(logits_TK, axis=-1)
+
+    def preferences(self, x: Float[Array, "... hidden"]) -> Float[Array, "... experts"]:
+        """What experts are chosen by, float32."""
+        return self.gate(x).astype(jnp.float32)
 
 
 class GroupedSigmoidRouter(nnx.Module):
@@ -65,8 +73,7 @@ class GroupedSigmoidRouter(nnx.Module):
 
     def __call__(self, x_TD: Float[Array, "rows hidden"]) -> tuple[Int[Array, "rows k"], Float[Array, "rows k"]]:
         """Expert ids (best first, ties to the lower id) and combine weights of each row, float32."""
-        weight_ED = self.gate.weight[...].astype(jnp.float32)
-        scores_TE = jax.nn.sigmoid(project(x_TD.astype(jnp.float32), Plain(weight_ED)))
+        scores_TE = self._scores(x_TD)
         biased_TGM = (scores_TE + self.bias[...]).reshape(len(x_TD), self.groups, -1)
         _, best_TB = lax.top_k(jnp.sum(lax.top_k(biased_TGM, 2)[0], axis=-1), self.best_groups)
         kept_TG = jnp.any(best_TB[..., None] == jnp.arange(self.groups), axis=1)
@@ -76,6 +83,14 @@ class GroupedSigmoidRouter(nnx.Module):
         if self.normalise:
             weights_TK = weights_TK / (jnp.sum(weights_TK, axis=-1, keepdims=True) + 1e-20)
         return ids_TK, weights_TK * self.factor
+
+    def preferences(self, x: Float[Array, "... hidden"]) -> Float[Array, "... experts"]:
+        """What experts are chosen by but for their groups, float32."""
+        return self._scores(x) + self.bias[...]
+
+    def _scores(self, x: Float[Array, "... hidden"]) -> Float[Array, "... experts"]:
+        weight_ED = self.gate.weight[...].astype(jnp.float32)
+        return jax.nn.sigmoid(project(x.astype(jnp.float32), Plain(weight_ED)))
 
 
 Router = SoftmaxRouter | TopKRouter | GroupedSigmoidRouter

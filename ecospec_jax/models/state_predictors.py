@@ -13,11 +13,12 @@ from ecospec_jax import expert_bits
 from ecospec_jax.cache import KVCache, Rows
 from ecospec_jax.models.layers import Embedding, Linear, RMSNorm
 from ecospec_jax.models.matrices import parameter
-from ecospec_jax.models.moe import router_of
+from ecospec_jax.models.moe import GroupedSigmoidRouter, router_of
 from ecospec_jax.models.predictor import Evidence, ExpertSets, Stateless, top_experts
 from ecospec_jax.predictor_config import DrafterFeaturesConfig, TargetGatesConfig
 
 NORM_EPS = 1e-6
+SIGMOID_SHARPNESS = 10.0
 
 
 class NodeFeatures(nnx.Module):
@@ -72,6 +73,10 @@ class TargetGates(Stateless):
         self.routers = nnx.List(
             [router_of(config.target, dtype=dtype, rngs=rngs) for _ in range(config.routing.layers)]
         )
+        # Learned: logits may be too flat or too steep, and sigmoids lie between 0 and 1.
+        bounded = isinstance(self.routers[0], GroupedSigmoidRouter)
+        sharpness = jnp.full(config.routing.layers, SIGMOID_SHARPNESS if bounded else 1.0, self.dtype)
+        self.sharpness_L = nnx.Param(sharpness, logical_axes=("layers",))
 
     def inputs(self, tokens: Int[Array, "..."], states: Float[Array, "... state"]) -> Float[Array, "layers ... hidden"]:
         """What each router is expected to see."""
@@ -80,10 +85,10 @@ class TargetGates(Stateless):
     def logits(
         self, tokens: Int[Array, "..."], states: Float[Array, "... state"]
     ) -> Float[Array, "... layers experts"]:
-        """The routers' logits, float32."""
+        """What the routers choose by, float32, sharper for training."""
         inputs = self.inputs(tokens, states)
-        gates = [router.gate(inputs[layer]) for layer, router in enumerate(self.routers)]
-        return jnp.stack(gates, axis=-2).astype(jnp.float32)
+        preferences = [router.preferences(inputs[layer]) for layer, router in enumerate(self.routers)]
+        return jnp.stack(preferences, axis=-2) * self.sharpness_L[...].astype(jnp.float32)[:, None]
 
     def __call__(self, rows: Rows, cache: KVCache | None, evidence: Evidence) -> tuple[ExpertSets, KVCache | None]:
         """What the routers choose, by their own rules."""
