@@ -414,7 +414,7 @@ def verify(
 
 def commit(plan: StepPlan, state: DecodeState, verified: Verified, forecast: ExpertForecast | None) -> DecodeState:
     """Keeps the accepted path: tokens, cache rows, features for the drafter; ends sequences at EOS or their limit."""
-    longest = plan.spec.max_emitted
+    longest = min(plan.spec.max_emitted, verified.drawn_BR.shape[1])
     path = accept_path(verified.tree, verified.drawn_BR, longest)
     place_P = jnp.arange(longest)
 

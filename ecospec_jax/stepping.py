@@ -80,39 +80,14 @@ def adaptive_step(plan: StepPlan, weights: Weights, state: DecodeState) -> Decod
     nothing = zeros_like_result(decide, state)[:3]
     tree, forecast, selection, chosen = once_if(drafted, lambda carry: decide(carry[3]), (*nothing, state))
 
-    def verify_rows(rows: int, state: DecodeState) -> tuple[Verified, DecodeState]:
+    def process(rows: int, state: DecodeState) -> DecodeState:
         fewer = replace(selection, nodes_BM=selection.nodes_BM[:, : rows - 1])
-        verified, state = verify(plan, weights, state, tree, fewer)
-        return _with_rows(verified, plan.spec.rows), state
+        verified, checked = verify(plan, weights, state, tree, fewer)
+        return adapt(plan, state, commit(plan, checked, verified, forecast), tree, verified, drafted)
 
     counts = plan.spec.compiled_rows
     least = jnp.searchsorted(jnp.array(counts), 1 + jnp.max(jnp.where(state.finished_B, 0, selection.count_B)))
-    checked = (zeros_like_result(partial(verify_rows, plan.spec.rows), chosen)[0], chosen)
+    after = chosen
     for index, count in enumerate(counts):
-        checked = once_if(least == index, lambda carry, count=count: verify_rows(count, carry[1]), checked)
-    verified, checked = checked
-    after = commit(plan, checked, verified, forecast)
-    return adapt(plan, state, after, tree, verified, drafted)
-
-
-def _with_rows(verified: Verified, rows: int) -> Verified:
-    """The same with dead rows behind, so that every count of rows has one shape."""
-    more = rows - verified.drawn_BR.shape[1]
-
-    def pad(part: Array, axes: tuple[int, ...] = (1,)) -> Array:
-        return jnp.pad(part, [(0, more if axis in axes else 0) for axis in range(part.ndim)])
-
-    tree, own = verified.tree, verified.tree.rows
-    padded = replace(
-        own,
-        tokens_BR=pad(own.tokens_BR),
-        positions_BR=pad(own.positions_BR),
-        live_BR=pad(own.live_BR),
-        mask_BRW=pad(own.mask_BRW, (1, 2)),
-    )
-    return Verified(
-        tree=replace(tree, rows=padded, parent_rows_BR=pad(tree.parent_rows_BR), pool_rows_BR=pad(tree.pool_rows_BR)),
-        features_BRF=pad(verified.features_BRF),
-        experts_BRLW=pad(verified.experts_BRLW),
-        drawn_BR=pad(verified.drawn_BR),
-    )
+        after = once_if(least == index, partial(process, count), after)
+    return after
