@@ -140,6 +140,9 @@ class Ensemble(nnx.Module):
         sets, after, first = [], KVCache([], []), 0
         for member in self.members:
             own = member.empty_cache(1, 1)
+            if own is None and evidence.before_BR is None:  # caches are caught up; nobody else is asked
+                sets.append(jnp.zeros((*rows.tokens_BR.shape, *evidence.last_BLW.shape[1:]), jnp.uint32))
+                continue
             if own is not None:
                 last = first + len(own.keys)
                 own, first = KVCache(cache.keys[first:last], cache.values[first:last]), last

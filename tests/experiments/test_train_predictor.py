@@ -21,7 +21,7 @@ from ecospec_jax.training import traces as trace_files
 from ecospec_jax.training.corpus import is_held_out
 from ecospec_jax.training.traces import Trace, read_manifest, read_traces, write_manifest
 from ecospec_jax.training.trainer import Trainer
-from experiments import collect_traces, train_predictor
+from experiments import collect_traces, recording, train_predictor
 from experiments.resuming import train
 from tests.complaints import complaint
 from tests.experiments.traced_world import (
@@ -326,6 +326,14 @@ def test_every_predictor_decodes(world: World, collected_states: Path, tmp_path,
     loaded = load_predictors(out, decoder.target_hash, decoder.dtype, decoder.target, drafter_hash=decoder.drafter_hash)
     gate = parameters(loaded["target_gates"])["routers.1.gate.weight"].get_value()
     assert gate is parameters(decoder.target)["layers.2.moe.router.gate.weight"].get_value()
+
+    recording.run(
+        recording.Settings(world.target, world.prompts, tmp_path / "seen", predictor=(out,), max_new_tokens=5)
+    )
+    seen = recording.read_recordings(sorted((tmp_path / "seen").iterdir()))
+    assert seen.forecasts.keys() == {"previous", *EVERY}
+    for name, sets in seen.forecasts.items():
+        assert (np.bitwise_count(sets).sum(axis=-1) == ROUTING.k).all(), name
 
     manifest["predictors"]["drafter_features"]["drafter_hash"] = "0" * 64
     (out / "manifest.json").write_text(json.dumps(manifest))
