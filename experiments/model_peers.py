@@ -184,7 +184,7 @@ def write_gguf(model: Qwen3Moe, file: Path) -> None:
     for index, layer in enumerate(model.layers):
         assert layer.moe is not None
         for part in ("gate", "up", "down"):
-            add(f"blk.{index}.ffn_{part}_exps.weight", getattr(layer.moe.experts, part)[...])
+            add(f"blk.{index}.ffn_{part}_exps.weight", getattr(layer.moe.experts, part).weight[...])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
