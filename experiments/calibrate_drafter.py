@@ -126,7 +126,7 @@ def verdict(agreements: Sequence[Agreement], made_P: np.ndarray, converted: tupl
     """Which boundaries are right: those that agree most often, if the paired interval of their lead is above zero."""
     best, second = sorted(agreements, key=lambda one: one.hits.sum(), reverse=True)[:2]
     lead = ratio_interval(best.hits - second.hits, made_P)
-    numbers = f"{lead.middle:.3f} [{lead.low:.3f}, {lead.high:.3f}] above {_listed(second.boundaries)}"
+    numbers = f"{lead.cell()} above {_listed(second.boundaries)}"
     if lead.low <= 0:
         return f"undecided: {_listed(best.boundaries)} is only {numbers}; give more text"
     return f"right: {_listed(best.boundaries)}, {HINTS[best.boundaries[0] - converted[0]]}; {numbers}"
@@ -152,7 +152,7 @@ def run(settings: Settings) -> None:
     for one in agreements:
         share = ratio_interval(one.hits, made_P)
         counts = f"{one.hits.sum()} of {made_P.sum()}"
-        cells.append([_listed(one.boundaries), counts, f"{share.middle:.3f} [{share.low:.3f}, {share.high:.3f}]"])
+        cells.append([_listed(one.boundaries), counts, share.cell()])
     print(markdown_table(["boundaries", "the target's choice", "share [95 % interval]"], cells))
     print(verdict(agreements, made_P, decoder.drafter.boundaries))
 

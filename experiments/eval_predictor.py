@@ -35,14 +35,13 @@ from experiments.options import require_positive
 from experiments.plots import plt, save_figure
 from experiments.predictor_metrics import (
     agreement,
-    ancestors,
     by_prompt,
     marginal_counts,
     rank_correlation,
 )
 from experiments.recording import Header, Recording, named_predictors
 from experiments.replay_costs import OWN, cost_model
-from experiments.tables import markdown_table, write_text
+from experiments.tables import markdown_table, notes, write_text
 
 SHARDS = "recording-*.npz"
 CONTEXT = 64  # committed tokens behind which a prediction is timed
@@ -110,8 +109,7 @@ def judge(text: Recording, name: str, predictor: str, eps: float) -> Judgement:
         return ratio_interval(*sums)
 
     levels = np.concatenate([[0], text.depths])
-    on_path = ancestors(text.parents)
-    true, said = (marginal_counts(text, bits, on_path) for bits in (text.experts, sets))
+    true, said = (marginal_counts(text, bits) for bits in (text.experts, sets))
     chance = np.exp(text.log_probs)
     rank_X = rank_correlation(chance / (said + eps), chance / (true + eps))
     known_X = np.isfinite(rank_X)
@@ -220,12 +218,8 @@ def load(settings: Settings, decoder: Decoder, predictors: Mapping[str, Predicto
 HEADER = ("text", "predictor", "overlap", "F1", "count error", "count bias", "rank", "MB a step", "ms a step")
 
 
-def _cell(interval: Interval) -> str:
-    return f"{interval.middle:.3f} [{interval.low:.3f}, {interval.high:.3f}]"
-
-
 def cells_of(one: Judgement, megabytes: Mapping[str, float], times: Mapping[str, float]) -> list[str]:
-    figures = [_cell(part) for part in (one.overlap, one.f1, one.count_error, one.count_bias, one.rank)]
+    figures = [part.cell() for part in (one.overlap, one.f1, one.count_error, one.count_bias, one.rank)]
     return [one.text, one.predictor, *figures, f"{megabytes[one.predictor]:.2f}", f"{times[one.predictor]:.2f}"]
 
 
@@ -288,7 +282,6 @@ def run(settings: Settings) -> None:
     console.print(table)
     sizes = ", ".join(f"{name}: {len(one.header.prompts)} prompts" for name, one in recordings.items())
     about = {"texts": sizes, "settings": asdict(settings), **environment()}
-    notes = "\n".join(f"- {name}: `{value}`" for name, value in about.items())
     lines = [
         json.dumps(asdict(one) | {"megabytes": megabytes[one.predictor], "milliseconds": times[one.predictor]})
         for one in judged
@@ -296,7 +289,8 @@ def run(settings: Settings) -> None:
     with reported_as_user_error(f"{settings.out}: cannot be written", OSError):
         write_text(settings.out / "predictors.jsonl", "\n".join(lines) + "\n")
         write_text(
-            settings.out / "predictors.md", "\n".join([markdown_table(HEADER, cells), layer_table(judged), notes, ""])
+            settings.out / "predictors.md",
+            "\n".join([markdown_table(HEADER, cells), layer_table(judged), notes(about), ""]),
         )
         plot(settings.out / "predictors.png", judged)
     console.print(f"written to {settings.out}: predictors.jsonl, predictors.md, predictors.png", soft_wrap=True)

@@ -17,6 +17,10 @@ class Interval:
     low: float
     high: float
 
+    def cell(self, sign: str = "") -> str:
+        """For a table; `sign` "+" shows that of positive numbers too."""
+        return f"{self.middle:{sign}.3f} [{self.low:{sign}.3f}, {self.high:{sign}.3f}]"
+
 
 def median_interval(values: Sequence[float]) -> Interval:
     """Median over the finite values; nan where there is none."""

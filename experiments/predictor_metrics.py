@@ -5,10 +5,14 @@ A row is the root or a candidate node of one position; rows of all positions cou
 
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int, UInt32
+from jaxtyping import Float, Int, UInt32
 from scipy.stats import rankdata
 
+from ecospec_jax.selection import ExpertForecast, new_experts, path_sets
+from ecospec_jax.tree import build_tree
 from experiments.recording import Recording
 
 Sets = UInt32[np.ndarray, "positions rows layers words"]
@@ -38,17 +42,6 @@ def agreement(predicted: Sets, true: Sets) -> Agreement:
     return Agreement(size(predicted & true), size(predicted), size(true))
 
 
-def ancestors(parents_XN: Int[np.ndarray, "positions nodes"]) -> Bool[np.ndarray, "positions nodes nodes"]:
-    """`[x, i, j]` is True where node j is node i or an ancestor of it."""
-    positions, nodes = parents_XN.shape
-    found = np.tile(np.eye(nodes, dtype=bool), (positions, 1, 1))
-    for node in range(nodes):  # parents come first
-        parent_X = parents_XN[:, node]
-        inner_X = np.flatnonzero(parent_X >= 0)
-        found[inner_X, node] |= found[inner_X, parent_X[inner_X]]
-    return found
-
-
 def previous_sets(recording: Recording) -> UInt32[np.ndarray, "positions layers words"]:
     """What a step at each position takes as paid for: true experts of the token before its root."""
     before = np.roll(recording.experts[:, 0], 1, axis=0)
@@ -56,17 +49,14 @@ def previous_sets(recording: Recording) -> UInt32[np.ndarray, "positions layers 
     return before
 
 
-def marginal_counts(
-    recording: Recording, sets: Sets, on_path_XNN: Bool[np.ndarray, "positions nodes nodes"]
-) -> Int[np.ndarray, "positions nodes"]:
+def marginal_counts(recording: Recording, sets: Sets) -> Int[np.ndarray, "positions nodes"]:
     """(layer, expert) pairs of each node's path, by `sets`, that the token before the root did not use."""
-    paid_XLW = previous_sets(recording)
-    counts = []
-    for node in range(recording.tokens.shape[1]):
-        on_path_XN11 = on_path_XNN[:, node, :, None, None]
-        path_XLW = np.bitwise_or.reduce(np.where(on_path_XN11, sets[:, 1:], np.uint32(0)), axis=1)
-        counts.append(size(path_XLW & ~paid_XLW).sum(axis=-1))
-    return np.stack(counts, axis=1)
+    tree = build_tree(
+        *map(jnp.asarray, (recording.tokens, recording.parents, recording.depths, recording.log_probs)),
+    )
+    paid_XLW = jnp.asarray(previous_sets(recording))
+    forecast = ExpertForecast(jnp.asarray(sets[:, 0]), jnp.asarray(sets[:, 1:]), paid_XLW)
+    return np.asarray(jax.vmap(new_experts)(path_sets(tree, forecast), paid_XLW))
 
 
 def rank_correlation(

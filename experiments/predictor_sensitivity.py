@@ -21,18 +21,15 @@ from rich.progress import Progress
 
 from ecospec_jax import UserError
 from ecospec_jax.errors import reported_as_user_error, run_command
-from ecospec_jax.methods import Method
-from ecospec_jax.rate import rate
-from ecospec_jax.selection import cost_aware, likelihood
 from experiments.environment import environment
 from experiments.intervals import Interval, difference_interval
 from experiments.plots import plt, save_figure
 from experiments.predictor_metrics import agreement
 from experiments.recording import Recording, read_recordings
-from experiments.replay import Outcome, Replay, best_of
-from experiments.replay_contenders import Contender, Knobs, cheapest, likeliest
+from experiments.replay import Outcome, Replay
+from experiments.replay_contenders import Contender, contenders
 from experiments.replay_costs import Draft, cost_model
-from experiments.tables import markdown_table, write_text
+from experiments.tables import markdown_table, notes, write_text
 
 ORACLE = "oracle"
 
@@ -95,30 +92,23 @@ def corrupted(
     return np.packbits(padded, axis=-1, bitorder="little").view(np.uint32)
 
 
-def contenders(settings: Settings, recording: Recording, predictor: str) -> dict[str, list[Contender]]:
-    """By method, its settings with the bits of a predictor."""
-    largest = recording.header.spec(budget=max(settings.budgets))
-    found: dict[str, list[Contender]] = {"ecospec": [], "ecospec-calibrated": []}
-    for name, some in found.items():
-        method = Method(name, cost_aware, predictor=predictor, calibrated=name != "ecospec")
-        for budget in settings.budgets:
-            for eps in settings.eps:
-                knobs = Knobs(budget, replace(largest, eps=eps).eps)
-                some.append(Contender(name, method, largest, f"budget {budget}, eps {eps:g}", cheapest, knobs))
-    method = Method("rate", rate, predictor=predictor, calibrated=True, adaptive=True)
-    return found | {"rate": [Contender("rate", method, largest, "")]}
-
-
-def baseline(settings: Settings, recording: Recording, replay: Replay) -> Outcome:
-    """`likelihood` at the budget that was best on the training prompts."""
-    largest, cost = recording.header.spec(budget=max(settings.budgets)), cost_model_of(settings, recording)
-    found = [
-        Contender(
-            "likelihood", Method("likelihood", likelihood), largest, f"budget {budget}", likeliest, Knobs(budget=budget)
-        )
-        for budget in settings.budgets
-    ]
-    return best_of([replay.outcome(one, cost) for one in found])["likelihood"]
+def line_up(settings: Settings, recording: Recording, predictor: str) -> dict[str, list[Contender]]:
+    """Settings of `likelihood`, and by method those that go by the bits of a predictor."""
+    header = recording.header
+    found = contenders(
+        header.spec(budget=max(settings.budgets)),
+        header.routing,
+        [predictor],
+        budgets=settings.budgets,
+        eps=settings.eps,
+        paper_predictor=predictor,
+    )
+    methods = {name: name for name in ("likelihood", "ecospec", "ecospec-calibrated")} | {f"rate {predictor}": "rate"}
+    grouped: dict[str, list[Contender]] = {name: [] for name in methods.values()}
+    for one in found:
+        if one.family in methods:
+            grouped[methods[one.family]].append(replace(one, family=methods[one.family]))
+    return grouped
 
 
 def cost_model_of(settings: Settings, recording: Recording) -> Any:
@@ -163,13 +153,9 @@ def gap(points: Sequence[Point], predictor: str) -> dict[str, float]:
 HEADER = ("method", "predictor", "overlap", "speed", "less likelihood", "tau", "U", "nodes", "best setting")
 
 
-def _cell(interval: Interval, sign: str = "") -> str:
-    return f"{interval.middle:{sign}.3f} [{interval.low:{sign}.3f}, {interval.high:{sign}.3f}]"
-
-
 def cells_of(point: Point) -> list[str]:
     one = point.outcome
-    figures = [f"{point.overlap:.3f}", _cell(one.speed), _cell(point.gain, "+")]
+    figures = [f"{point.overlap:.3f}", one.speed.cell(), point.gain.cell("+")]
     return [
         point.method,
         point.predictor,
@@ -218,13 +204,17 @@ def run(settings: Settings) -> None:
         if not 0 <= keep <= 1:
             raise UserError(f"--overlaps {keep} is not in 0..1")
     recording, kinds = with_corrupted(settings, read_recordings(settings.recording))
-    for predictor in kinds:
-        contenders(settings, recording, predictor)  # refuses what cannot be before anything is written
+    # Refuses what cannot be before anything is written.
+    lined_up = {predictor: line_up(settings, recording, predictor) for predictor in kinds}
     cost, replay = cost_model_of(settings, recording), Replay(recording)
     with reported_as_user_error(f"{settings.out}: cannot be written", OSError):
         settings.out.mkdir(parents=True, exist_ok=True)
     plain = replay.plain_costs(cost)[replay.train :]
-    likeliest_outcome = baseline(settings, recording, replay)
+
+    def best_of(some: Sequence[Contender]) -> Outcome:
+        return max((replay.outcome(one, cost) for one in some), key=lambda one: one.train_speed)
+
+    likeliest = best_of(lined_up[ORACLE]["likelihood"])
     points: list[Point] = []
     with Progress(console=console) as progress:
         task = progress.add_task("replaying", total=len(kinds))
@@ -232,19 +222,19 @@ def run(settings: Settings) -> None:
             progress.update(task, description=predictor)
             sizes = agreement(recording.forecasts.get(predictor, recording.experts), recording.experts)
             overlap = float(sizes.hits.sum() / sizes.true.sum())
-            for method, some in contenders(settings, recording, predictor).items():
-                best = max((replay.outcome(one, cost) for one in some), key=lambda one: one.train_speed)
-                gain = difference_interval(plain, best.costs, likeliest_outcome.costs)
+            for method in ("ecospec", "ecospec-calibrated", "rate"):
+                best = best_of(lined_up[predictor][method])
+                gain = difference_interval(plain, best.costs, likeliest.costs)
                 points.append(Point(method, predictor, made, overlap, gain, best))
             progress.advance(task)
-    write(settings, recording, points, likeliest_outcome)
+    write(settings, recording, points, likeliest)
     console.print(f"written to {settings.out}: sensitivity.jsonl, sensitivity.md, sensitivity.png", soft_wrap=True)
 
 
 def write(settings: Settings, recording: Recording, points: Sequence[Point], likeliest: Outcome) -> None:
     """Lines, tables and plot."""
     parts = [
-        f"`likelihood` at its best ({likeliest.contender.setting}): {_cell(likeliest.speed)} times plain decoding, "
+        f"`likelihood` at its best ({likeliest.contender.setting}): {likeliest.speed.cell()} times plain decoding, "
         f"tau {likeliest.tau:.2f}, U {likeliest.u:.2f}.\n",
         markdown_table(HEADER, [cells_of(one) for one in points]),
     ]
@@ -263,7 +253,7 @@ def write(settings: Settings, recording: Recording, points: Sequence[Point], lik
         "settings": asdict(settings),
         **environment(),
     }
-    parts += [f"- {name}: `{value}`" for name, value in about.items()]
+    parts.append(notes(about))
     records = [
         json.dumps(
             {"predictor": one.predictor, "corrupted": one.corrupted, "overlap": one.overlap, "gain": asdict(one.gain)}

@@ -31,7 +31,7 @@ from experiments.prompts import Prompt, read_prompts
 from experiments.rate_measure import candidates, fitted_cost, time_batches
 from experiments.recording import Recording, read_recordings
 from experiments.replay_costs import TARGETS, cost_model
-from experiments.tables import markdown_table, write_text
+from experiments.tables import markdown_table, notes, write_text
 
 RIVALS = ("likelihood", "ecospec")  # that the others are compared with, each at its own best setting
 PLOTTED = ("likelihood", "ecospec", "size by C", "rate token_table", "rate backbone")
@@ -305,13 +305,12 @@ def run(settings: Settings) -> None:
     check(settings)
     lines = replay_parts(settings, console)
     measured = measured_parts(settings, console) if settings.measure else []
-    notes = {"settings": asdict(settings), **environment()}
     remark = (
         "Speed: tokens per cost (replays) or per second (wall clock) over plain decoding of the same prompts; 95 % "
         "bootstrap intervals over batches, differences paired. Replays: settings chosen on every second prompt, "
         "figures of the others.\n"
     )
-    about = "\n".join(f"- {name}: `{value}`" for name, value in notes.items())
+    about = notes({"settings": asdict(settings), **environment()})
     shown = [one for one in lines if (one["pool"], one["draft"]) == (settings.pools[0], "free")]
     with reported_as_user_error(f"{settings.out}: cannot be written", OSError):
         settings.out.mkdir(parents=True, exist_ok=True)

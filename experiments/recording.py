@@ -373,8 +373,9 @@ def named_predictors(folders: Sequence[Path], decoder: Decoder) -> dict[str, Pre
     """`previous`, and the predictors of some folders by the names they are recorded under."""
     found: dict[str, Predictor] = {"previous": Previous()}
     for folder in folders:
-        hashes = decoder.target_hash, decoder.drafter_hash
-        loaded = load_predictors(folder, hashes[0], decoder.dtype, decoder.target, drafter_hash=hashes[1])
+        loaded = load_predictors(
+            folder, decoder.target_hash, decoder.dtype, decoder.target, drafter_hash=decoder.drafter_hash
+        )
         named = loaded if len(folders) == 1 else {f"{folder.name}/{name}": one for name, one in loaded.items()}
         if twice := found.keys() & named.keys():
             raise UserError(f"{folder}: another predictor is called '{min(twice)}' already")

@@ -30,7 +30,7 @@ from experiments.recording import Recording, read_recordings
 from experiments.replay_contenders import Contender, contenders
 from experiments.replay_costs import OWN, Draft, cost_model
 from experiments.replay_walk import NOBODY, Steps, make_plan, make_tape, padded, walk
-from experiments.tables import markdown_table, write_text
+from experiments.tables import markdown_table, notes, write_text
 
 PAPER_BUDGET, PAPER_FAMILIES = SpecConfig.budget, ("likelihood", "ecospec")
 
@@ -176,10 +176,6 @@ def best_of(outcomes: Sequence[Outcome]) -> dict[str, Outcome]:
     return {name: max(group, key=lambda one: one.train_speed) for name, group in groups.items()}
 
 
-def _cell(interval: Interval, sign: str = "") -> str:
-    return f"{interval.middle:{sign}.3f} [{interval.low:{sign}.3f}, {interval.high:{sign}.3f}]"
-
-
 HEADER = ("selection", "bits", "best setting", "drafted", "nodes", "U", "tau", "speed", "less baseline")
 
 
@@ -187,8 +183,8 @@ def table_cells(best: dict[str, Outcome], plain: np.ndarray, baseline: str) -> l
     """One line a family; differences are paired by batch."""
     cells = []
     for name, one in best.items():
-        less = "" if name == baseline else _cell(difference_interval(plain, one.costs, best[baseline].costs), "+")
-        figures = [f"{one.nodes:.2f}", f"{one.u:.2f}", f"{one.tau:.2f}", _cell(one.speed), less]
+        less = "" if name == baseline else difference_interval(plain, one.costs, best[baseline].costs).cell("+")
+        figures = [f"{one.nodes:.2f}", f"{one.u:.2f}", f"{one.tau:.2f}", one.speed.cell(), less]
         setting = one.contender.setting
         cells.append([name, one.contender.bits or "", setting, f"{one.drafted:.2f}", *figures])
     return cells
@@ -263,11 +259,10 @@ def run(settings: Settings) -> None:
         "settings": asdict(settings),
         **environment(),
     }
-    notes = "\n".join(f"- {name}: `{value}`" for name, value in about.items())
     remark = "Speed: tokens per cost over plain decoding, held-out prompts, 95 % bootstrap interval over batches.\n"
     with reported_as_user_error(f"{settings.out}: cannot be written", OSError):
         write_text(settings.out / "replay.jsonl", "\n".join(lines) + "\n")
-        write_text(settings.out / "replay.md", "\n".join([remark, *parts, notes]) + "\n")
+        write_text(settings.out / "replay.md", "\n".join([remark, *parts, notes(about)]) + "\n")
         plot(settings.out / "replay.png", best)
     console.print(f"written to {settings.out}: replay.jsonl, replay.md, replay.png", soft_wrap=True)
 

@@ -1,6 +1,6 @@
 """Markdown tables, and text files that appear complete."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -8,6 +8,11 @@ def markdown_table(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str
     """A table with its trailing newline."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     return "\n".join([*lines, *("| " + " | ".join(line) + " |" for line in cells)]) + "\n"
+
+
+def notes(values: Mapping[str, object]) -> str:
+    """What a result was made with, a line each."""
+    return "\n".join(f"- {name}: `{value}`" for name, value in values.items())
 
 
 def write_text(path: Path, text: str) -> None:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
+from ecospec_jax.tree import build_tree
 from experiments import eval_predictor
-from experiments.predictor_metrics import agreement, ancestors, by_prompt, marginal_counts, rank_correlation
+from experiments.predictor_metrics import agreement, by_prompt, marginal_counts, rank_correlation
 from experiments.recording import Recording, read_recordings, write_recording
 from tests.complaints import complaint
 from tests.made_up_recording import ROUTING, made_up
@@ -46,7 +47,8 @@ def test_sizes_and_paths() -> None:
             parts = said & true, said, true
             sizes = [sum(pair[0] == layer for pair in part) for part in parts]
             assert [a[position, row, layer] for a in (found.hits, found.predicted, found.true)] == sizes
-    on_path = ancestors(recording.parents)
+    tree = build_tree(recording.tokens, recording.parents, recording.depths, recording.log_probs)
+    on_path = np.asarray(tree.ancestors_BNN)
     for position, node in np.ndindex(*recording.tokens.shape):
         assert set(np.flatnonzero(on_path[position, node])) == set(path_of(recording, position, node))
 
@@ -56,7 +58,7 @@ def test_marginal_counts(name: str) -> None:
     """Of whole paths, less what the token before the root used: the prompt's last for an answer's first step."""
     recording = made_up()
     sets = recording.experts if name == "oracle" else recording.forecasts[name]
-    counts = marginal_counts(recording, sets, ancestors(recording.parents))
+    counts = marginal_counts(recording, sets)
     np.testing.assert_array_equal(counts, direct_counts(recording, sets))
 
 
