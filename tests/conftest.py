@@ -4,11 +4,16 @@ import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import jax
 import pytest
 
 from convert import convert
 from tests.hf_models import DRAFTER, drafter_tensors, write_drafter, write_target
+
+# The same examples in every run, so that a failure is a change's; `--hypothesis-profile default` draws others.
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.load_profile("repeatable")
 
 MOST_MAPS = 25_000  # of memory; Linux allows a process 65530
 CHECKPOINTS = Path(__file__).parents[1] / "checkpoints"

@@ -29,6 +29,7 @@ BATCH, SPEC = 2, SpecConfig(depth=3, branch=2, budget=4)
 NODES, LOGIT, BOUND = SPEC.pool_size, FEATURES.index("logit"), 12.0
 DEPTHS = [1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
 VOCABULARY = 3
+ROUNDING = 4 * float(np.finfo(np.float32).eps)  # a slope below float32's steps leaves only the rounding of log-sigmoid
 
 
 def draw_tree(random: np.random.Generator, *, wild: bool = False) -> CandidateTree:
@@ -123,7 +124,8 @@ def test_probabilities_for_any_weights(seed: int, wild: bool, drawn: list[float]
         np.testing.assert_array_equal(getattr(after, name), getattr(tree, name))
     logits = jnp.linspace(-BOUND, BOUND, 50)
     line_XF = jnp.broadcast_to(edge_features(tree)[0, 3], (50, len(FEATURES))).at[:, LOGIT].set(logits)
-    assert (np.diff(edge_log_probs(line_XF[None], weights_F)[0]) >= 0).all()
+    line_X = np.asarray(edge_log_probs(line_XF[None], weights_F)[0])
+    assert (np.diff(line_X) >= -ROUNDING * np.abs(line_X[:-1])).all()
 
 
 def test_trusting_takes_the_drafter_at_its_word() -> None:
