@@ -69,7 +69,10 @@ class StepPlan:
     def scratch_slots(self) -> int:
         """Cache slots that a step may write behind the committed tokens."""
         pool_rows = 0 if self.predictor is None else 1 + self.spec.pool_size
-        return max(self.spec.rows, self.pending_slots, (self.spec.depth - 1) * self.spec.branch, pool_rows)
+        # Blocks of waiting entries are as many as the sequence with most of them needs; it has fewer than `max_emitted`
+        # more than any other.
+        waiting_rows = self.spec.max_emitted + (CATCH_UP if self.adaptive else 0)
+        return max(self.spec.rows, waiting_rows, (self.spec.depth - 1) * self.spec.branch, pool_rows)
 
 
 @jax.tree_util.register_dataclass
@@ -261,11 +264,6 @@ def examine(
 def once_if(condition: Bool[Array, ""], function: Callable[[Carry], Carry], carry: Carry) -> Carry:
     """`function(carry)` or `carry`: a loop of at most one turn, since XLA copies caches that a conditional changes."""
     return lax.while_loop(lambda c: c[0], lambda c: (jnp.array(False), function(c[1])), (condition, carry))[1]
-
-
-def zeros_like_result(function: Callable[..., Carry], *arguments: object) -> Carry:
-    """Zeros of the shapes that `function` would return."""
-    return jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), jax.eval_shape(function, *arguments))
 
 
 def draft(plan: StepPlan, weights: Weights, state: DecodeState) -> tuple[CandidateTree, DecodeState]:

@@ -1,5 +1,6 @@
 """The loop over steps, and the compiled functions of a plan."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -8,19 +9,34 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from ecospec_jax.adaptation import Adaptation
-from ecospec_jax.decoding import DecodeState, StepPlan, Weights, prefill
-from ecospec_jax.stepping import step
+from ecospec_jax.decoding import DecodeState, StepPlan, Weights, once_if, prefill
+from ecospec_jax.stepping import drafting_step, fixed_step, plain_step
 
 
 def decode_steps(plan: StepPlan, weights: Weights, state: DecodeState, steps: Int[Array, ""]) -> DecodeState:
-    """Up to `steps` steps, fewer once every sequence is finished."""
+    """Up to `steps` steps, fewer once every sequence is finished.
 
-    def going(carry: tuple[Array, DecodeState]) -> Array:
+    An adaptive plan decides before each step whether to draft. Its plain steps have a loop of their own.
+    """
+    Carry = tuple[Array, DecodeState]
+
+    def going(carry: Carry) -> Array:
         return (carry[0] < steps) & ~jnp.all(carry[1].finished_B)
 
-    def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
-        return carry[0] + 1, step(plan, weights, carry[1])
+    def counted(step: Callable[[StepPlan, Weights, DecodeState], DecodeState]) -> Callable[[Carry], Carry]:
+        return lambda carry: (carry[0] + 1, step(plan, weights, carry[1]))
 
+    def plainly(carry: Carry) -> Array:
+        adaptation = carry[1].adaptation
+        assert adaptation is not None
+        return going(carry) & ~adaptation.drafts(plan.spec)
+
+    def stretch(carry: Carry) -> Carry:
+        """Plain steps as long as drafting does not pay, then one that drafts."""
+        carry = lax.while_loop(plainly, counted(plain_step), carry)
+        return once_if(going(carry), counted(drafting_step), carry)
+
+    body = stretch if plan.adaptive else counted(fixed_step)
     return lax.while_loop(going, body, (jnp.zeros((), jnp.int32), state))[1]
 
 

@@ -1,4 +1,4 @@
-"""One decoding step from its stages: fixed, or deciding for itself whether to draft and how many rows to verify."""
+"""Decoding steps from their stages: fixed, plain, or deciding how many rows to verify."""
 
 from dataclasses import replace
 from functools import partial
@@ -17,30 +17,57 @@ from ecospec_jax.decoding import (
     commit,
     once_if,
     verify,
-    zeros_like_result,
 )
-from ecospec_jax.tree import CandidateTree
+from ecospec_jax.tree import CandidateTree, Selection, empty_tree
 from ecospec_jax.verification import accept_path
 
 
-def step(plan: StepPlan, weights: Weights, state: DecodeState) -> DecodeState:
-    """One speculative step."""
-    if plan.adaptive:
-        return adaptive_step(plan, weights, state)
+def fixed_step(plan: StepPlan, weights: Weights, state: DecodeState) -> DecodeState:
+    """One step that always drafts and always verifies as many rows."""
     tree, forecast, selection, chosen = choose(plan, weights, state)
     verified, checked = verify(plan, weights, chosen, tree, selection)
     after = commit(plan, checked, verified, forecast)
     return after if state.adaptation is None else adapt(plan, state, after, tree, verified, jnp.array(True))
 
 
+def drafting_step(plan: StepPlan, weights: Weights, state: DecodeState) -> DecodeState:
+    """One step of an adaptive plan that drafts, and decides how many rows the target processes."""
+    tree, forecast, selection, chosen = choose(plan, weights, state)
+
+    def process(rows: int, chosen: DecodeState) -> DecodeState:
+        fewer = replace(selection, nodes_BM=selection.nodes_BM[:, : rows - 1])
+        verified, checked = verify(plan, weights, chosen, tree, fewer)
+        return adapt(plan, chosen, commit(plan, checked, verified, forecast), tree, verified, jnp.array(True))
+
+    counts = plan.spec.compiled_rows
+    least = jnp.searchsorted(jnp.array(counts), 1 + jnp.max(jnp.where(state.finished_B, 0, selection.count_B)))
+    after = chosen
+    for index, count in enumerate(counts):
+        after = once_if(least == index, partial(process, count), after)
+    return after
+
+
+def plain_step(plan: StepPlan, weights: Weights, state: DecodeState) -> DecodeState:
+    """One step of an adaptive plan that does not draft: nothing of drafting is in it, so it is as fast as `ar`'s."""
+    batch = len(state.length_B)
+    tree, nothing = empty_tree(batch), Selection(jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32))
+    verified, checked = verify(plan, weights, state, tree, nothing)
+    return adapt(plan, state, commit(plan, checked, verified, None), None, verified, jnp.array(False))
+
+
 def adapt(
-    plan: StepPlan, before: DecodeState, after: DecodeState, tree: CandidateTree, verified: Verified, drafted: Array
+    plan: StepPlan,
+    before: DecodeState,
+    after: DecodeState,
+    tree: CandidateTree | None,
+    verified: Verified,
+    drafted: Bool[Array, ""],
 ) -> DecodeState:
-    """Books what a step cost and gave, and learns from the outcomes that it revealed."""
+    """Books what a step cost and gave, and learns from the outcomes that it revealed of a drafted tree."""
     adaptation, cost = after.adaptation, plan.cost
     assert adaptation is not None and cost is not None
     live_BR = verified.tree.rows.live_BR
-    if plan.calibrated:
+    if plan.calibrated and tree is not None:
         path = accept_path(verified.tree, verified.drawn_BR, plan.spec.max_emitted)
 
         def learned(before: Calibration) -> Calibration:
@@ -59,35 +86,13 @@ def adapt(
             sequences=jnp.sum(live_BR[:, 0]),
             # What the commit has counted already.
             pairs=jnp.sum(after.counters.use.distinct_L - before.counters.use.distinct_L),
-            rows=jnp.sum(live_BR[:, 0]) * processed_rows(plan, live_BR),
+            rows=jnp.sum(live_BR[:, 0]) * jnp.where(drafted, processed_rows(plan, live_BR), 1),
             root_pairs=jnp.sum(expert_bits.count(expert_bits.union(roots_BLW, axis=0))),
         ),
     )
 
 
 def processed_rows(plan: StepPlan, live_BR: Bool[Array, "batch rows"]) -> Int[Array, ""]:
-    """Rows of each sequence, dead ones included: they cost time as well."""
+    """Rows of each sequence in a step that drafts, dead ones included: they cost time as well."""
     counts = jnp.array(plan.spec.compiled_rows if plan.adaptive else (plan.spec.rows,))
     return counts[jnp.searchsorted(counts, jnp.max(jnp.sum(live_BR, axis=1)))]
-
-
-def adaptive_step(plan: StepPlan, weights: Weights, state: DecodeState) -> DecodeState:
-    """One step that decides whether to draft, and how many rows the target processes."""
-    assert state.adaptation is not None
-    decide = partial(choose, plan, weights)
-
-    drafted = state.adaptation.drafts(plan.spec)
-    nothing = zeros_like_result(decide, state)[:3]
-    tree, forecast, selection, chosen = once_if(drafted, lambda carry: decide(carry[3]), (*nothing, state))
-
-    def process(rows: int, state: DecodeState) -> DecodeState:
-        fewer = replace(selection, nodes_BM=selection.nodes_BM[:, : rows - 1])
-        verified, checked = verify(plan, weights, state, tree, fewer)
-        return adapt(plan, state, commit(plan, checked, verified, forecast), tree, verified, drafted)
-
-    counts = plan.spec.compiled_rows
-    least = jnp.searchsorted(jnp.array(counts), 1 + jnp.max(jnp.where(state.finished_B, 0, selection.count_B)))
-    after = chosen
-    for index, count in enumerate(counts):
-        after = once_if(least == index, partial(process, count), after)
-    return after

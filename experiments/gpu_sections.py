@@ -30,7 +30,7 @@ from ecospec_jax.kernels.grouped_experts.backends import BACKENDS
 from ecospec_jax.models.qwen3_moe import Qwen3Moe
 from ecospec_jax.presets import get_preset
 from ecospec_jax.selection import likelihood
-from ecospec_jax.stepping import step
+from ecospec_jax.stepping import fixed_step
 from ecospec_jax.verification import sequence_keys
 from experiments.environment import environment
 from experiments.kernel_peers import package_versions
@@ -289,7 +289,7 @@ def launches() -> Iterator[Record]:
         prompt_BT, keys_B = jnp.zeros((1, 16), jnp.int32), sequence_keys(0 * one_B, 0 * one_B)
         start = jax.jit(partial(prefill, plan), static_argnames=("capacity",))
         state = jax.eval_shape(partial(start, capacity=64), weights, prompt_BT, 16 * one_B, 32 * one_B, keys_B)
-        compiled = jax.jit(partial(step, plan), donate_argnums=1).lower(weights, state).compile()
+        compiled = jax.jit(partial(fixed_step, plan), donate_argnums=1).lower(weights, state).compile()
         found[layers] = count_launches(compiled)
     yield {"what": "a step of plain decoding, one layer", "launches": found[1]}
     yield {"what": "each further layer", "launches": found[2] - found[1]}

@@ -34,7 +34,7 @@ from ecospec_jax.models.moe import spread
 from ecospec_jax.presets import drafter_for, get_preset
 from ecospec_jax.selection import likelihood
 from ecospec_jax.sharding import Placement
-from ecospec_jax.stepping import step
+from ecospec_jax.stepping import fixed_step
 from experiments.environment import environment
 from experiments.tables import markdown_table, write_text
 
@@ -177,7 +177,7 @@ def compile_case(case: Case) -> Compiled:
     state = abstract_state(plan, weights, placement, case.capacity)
     started = time.perf_counter()
     shardings = jax.tree.map(lambda part: part.sharding, state)
-    compiled = devices.compile(partial(step, plan), weights, state, donate_argnums=1, out_shardings=shardings)
+    compiled = devices.compile(partial(fixed_step, plan), weights, state, donate_argnums=1, out_shardings=shardings)
     seconds = time.perf_counter() - started
     memory, own = compiled.memory_analysis(), parameters(nnx.merge(drafter_graph, drafter_state))
     assert memory is not None
