@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 Buffer = Float[Array, "batch kv_heads slots channels"]
+BUFFER_AXES = ("batch", "kv_heads", "slots", "head_dim")  # logical names, for layouts
 BufferShapes = tuple[tuple[int, int], tuple[int, int]]  # (heads, channels) of a layer's keys, and of its values
 
 

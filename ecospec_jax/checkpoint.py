@@ -33,7 +33,6 @@ from ecospec_jax.config import STRICT, DrafterConfig, Eagle3Config, ModelConfig,
 from ecospec_jax.errors import UserError, reported_as_user_error
 from ecospec_jax.models import abstract
 from ecospec_jax.models.drafter import Drafter
-from ecospec_jax.models.moe import spread
 from ecospec_jax.models.target import Target
 from ecospec_jax.predictor_config import (
     BackboneConfig,
@@ -43,7 +42,7 @@ from ecospec_jax.predictor_config import (
     TargetEmbedding,
     TargetGatesConfig,
 )
-from ecospec_jax.sharding import Placement
+from ecospec_jax.sharding import Placement, spread
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -228,6 +227,7 @@ def load_target(folder: Path, manifest: Manifest, dtype: jnp.dtype, placement: P
     """Restores the target, piece by piece, straight onto the devices of `placement` (default: the first device)."""
     if all(name.startswith("drafter/") for name in manifest.pieces):
         raise UserError(f"{folder}: holds a drafter alone; name its target, and this folder as the drafter")
+    placement = placement and placement.for_model(manifest.target)
     module, stored = stored_parameters(manifest.target, dtype)
     restore(folder, manifest.pieces, "target", stored, placement)
     spread(module, placement)
@@ -243,6 +243,7 @@ def load_drafter(
     _check_drafter(f"{folder / MANIFEST}: drafter", manifest.drafter, target.config)
     module, stored = stored_parameters(manifest.drafter, dtype)
     restore(folder, manifest.pieces, "drafter", stored, placement)
+    spread(module, placement)
     borrow(module, manifest.drafter, target)
     return module
 

@@ -404,6 +404,8 @@ class SpecConfig:
         buffer: experts that count as paid for before any node is chosen: none, those predicted for the root, or the
             true ones of the previous verification.
         shared_buffer: one expert buffer for the whole batch instead of one a sequence.
+        device_experts: experts of each device, by ascending id, where the cost-aware score is to count those that a
+            node adds to the busiest device; None counts all that it adds.
         probe_every: most plain steps after which methods that decide whether to draft try again.
         row_counts: methods that decide how many rows to verify compile these counts, and `rows`, which need not be
             named; each step takes the least that holds its rows.
@@ -415,6 +417,7 @@ class SpecConfig:
     eps: float = 1.0
     buffer: Literal["empty", "root", "previous"] = "previous"
     shared_buffer: bool = False
+    device_experts: int | None = None
     probe_every: int = 128
     row_counts: tuple[int, ...] = (1,)
 
@@ -423,6 +426,10 @@ class SpecConfig:
         require(all(count >= 1 for count in self.row_counts), f"row counts must be at least 1, not {self.row_counts}")
         require(self.eps > 0, f"eps must be positive, not {self.eps}")
         require(self.buffer in ("empty", "root", "previous"), f"unknown expert buffer '{self.buffer}'")
+        require(
+            self.device_experts is None or self.device_experts >= 1,
+            f"device_experts must be at least 1, not {self.device_experts}",
+        )
         require(self.depth >= 1, f"depth must be at least 1, not {self.depth}")
         require(self.branch >= 1, f"branch must be at least 1, not {self.branch}")
         require(

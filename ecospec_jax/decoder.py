@@ -72,6 +72,7 @@ class Decoder:
         drafter_hash: str = "",
         acceptance: Acceptance | None = None,
         cost: CostModel | None = None,
+        placement: Placement | None = None,
     ) -> None:
         """Wraps models that are already loaded; `Decoder.load` is the usual way in.
 
@@ -85,11 +86,12 @@ class Decoder:
             drafter_hash: the same of the drafter's.
             acceptance: fitted models of the drafter's acceptance, where calibrated methods begin.
             cost: what methods that weigh costs go by; bytes from the configurations if not given.
+            placement: where the target is; None is one device.
         """
         _enable_compilation_cache()
         self.target, self.drafter, self.tokenizer, self.eos_ids = target, drafter, tokenizer, eos_ids
         self.target_hash, self.drafter_hash = target_hash, drafter_hash
-        self.acceptance, self.cost = acceptance, cost
+        self.acceptance, self.cost, self.placement = acceptance, cost, placement
         self._target_split = nnx.split(target)
         self._drafter_split = (None, None) if drafter is None else nnx.split(drafter)
         available = {"previous": Previous(), "oracle": Oracle(), **(predictors or {})}
@@ -116,7 +118,8 @@ class Decoder:
             drafter: another converted folder to take the drafter from.
             predictor: folder of trained expert predictors (`python -m experiments.train_predictor`).
             dtype: compute dtype of target and drafter; `default_dtype()` if not given.
-            placement: devices and layout; one device if not given.
+            placement: devices and layout of the target; drafter and predictors are on each of the devices, but for what
+                they borrow from the target. One device if not given.
             cost: see the constructor.
             pad_ffn: hidden units to add to every expert without changing its output, to time a model whose experts the
                 cache does not hold (`padding.pad_experts`); on one device.
@@ -129,10 +132,13 @@ class Decoder:
         folder = Path(folder)
         manifest = read_manifest(folder)
         compute = default_dtype() if dtype is None else jnp.dtype(dtype)
+        if placement is not None:
+            placement = placement.for_model(manifest.target)
+        small = None if placement is None else placement.replicated
         target = pad_experts(load_target(folder, manifest, compute, placement), pad_ffn)
         head_folder = folder if drafter is None else Path(drafter)
         head_manifest = manifest if drafter is None else read_manifest(head_folder)
-        head = load_drafter(head_folder, head_manifest, compute, target, placement)
+        head = load_drafter(head_folder, head_manifest, compute, target, small)
         fitted = head_folder / ACCEPTANCE
         if drafter is not None and head is None:
             raise UserError(f"{drafter}: was converted without a drafter")
@@ -148,13 +154,14 @@ class Decoder:
                 manifest.target_hash,
                 compute,
                 target,
-                placement,
+                small,
                 drafter_hash=head_manifest.drafter_hash,
             ),
             target_hash=manifest.target_hash,
             drafter_hash=head_manifest.drafter_hash,
             acceptance=read_acceptance(fitted, head_manifest.drafter_hash) if fitted.exists() else None,
             cost=cost,
+            placement=placement,
         )
 
     @staticmethod
@@ -313,6 +320,7 @@ class Decoder:
         return np.asarray(self._examine_all([ids])[0][0])
 
     def _examine_all(self, sequences: Sequence[Sequence[int]]) -> tuple[jax.Array, jax.Array]:
+        self._check_batch(len(sequences))
         longest = bucket(max(len(ids) for ids in sequences))
         tokens_BT = np.zeros((len(sequences), longest), np.int32)
         for row, ids in zip(tokens_BT, sequences, strict=True):
@@ -362,13 +370,23 @@ class Decoder:
         if chosen.predictor is not None and chosen.predictor not in self._predictors:
             known = ", ".join(self._predictors)
             raise UserError(f"method '{chosen.name}' needs the predictor '{chosen.predictor}'; loaded: {known}")
+        self._check_batch(batch_size)
         if not chosen.drafts:
             spec = SpecConfig(depth=1, branch=1, budget=0)
         target_def, target_state = self._target_split
         drafter_def, drafter_state = self._drafter_split if chosen.drafts else (None, None)
         predictor_def, predictor_state = self._predictors[chosen.predictor] if chosen.predictor else (None, None)
         eos_ids = () if ignore_eos else self.eos_ids
-        plan = StepPlan(target_def, drafter_def, chosen.policy, spec, sampling, eos_ids, predictor_def)
+        plan = StepPlan(
+            target_def,
+            drafter_def,
+            chosen.policy,
+            spec,
+            sampling,
+            eos_ids,
+            predictor_def,
+            placement=self.placement,
+        )
         if not chosen.learns:
             batch_size = 0
         else:
@@ -377,6 +395,10 @@ class Decoder:
         if (plan, batch_size) not in self._programs:
             self._programs[plan, batch_size] = Program(plan, self._fresh(plan, batch_size) if chosen.learns else None)
         return self._programs[plan, batch_size], Weights(target_state, drafter_state, predictor_state)
+
+    def _check_batch(self, size: int) -> None:
+        if self.placement is not None:
+            self.placement.spec(("batch",), (size,))
 
     def cost_model(self, method: str | Method, spec: SpecConfig) -> CostModel:
         """What methods that weigh costs go by: `cost` if it was given, else bytes from the configurations."""

@@ -28,6 +28,7 @@ from ecospec_jax.models.drafter import Drafter
 from ecospec_jax.models.predictor import Evidence, ExpertSets, Predictor
 from ecospec_jax.models.target import Target, TargetOutput
 from ecospec_jax.selection import Economy, ExpertForecast, Policy
+from ecospec_jax.sharding import Placement, whole
 from ecospec_jax.tree import CandidateTree, Selection, VerifyTree, empty_tree, expand_tree, verify_tree, whole_pool
 from ecospec_jax.verification import accept_path, draw_tokens
 
@@ -45,6 +46,7 @@ class StepPlan:
         cost: what the policy weighs; needed by a plan that is calibrated or adaptive.
         calibrated: the policy sees learned acceptance probabilities instead of the drafter's.
         adaptive: each step decides whether to draft and how many rows to verify.
+        placement: where the target is; None is one device.
     """
 
     target: nnx.GraphDef
@@ -57,6 +59,7 @@ class StepPlan:
     cost: CostModel | None = None
     calibrated: bool = False
     adaptive: bool = False
+    placement: Placement | None = None
 
     @property
     def pending_slots(self) -> int:
@@ -447,7 +450,7 @@ def commit(plan: StepPlan, state: DecodeState, verified: Verified, forecast: Exp
         tokens_BS=jax.vmap(put)(state.tokens_BS, path.tokens_BP, state.length_B + 1, count_B),
         length_B=length_B,
         finished_B=state.finished_B | has_eos_B | (length_B + 1 >= state.limit_B),
-        target_cache=commit_path(state.target_cache, state.length_B, path.rows_BP),
+        target_cache=commit_path(state.target_cache, *whole(plan.placement, (state.length_B, path.rows_BP))),
         predictor_cache=predictor_cache,
         pending_tokens_BP=jax.vmap(append)(state.pending_tokens_BP, path.tokens_BP, waiting_B, going_B),
         pending_features_BPF=jax.vmap(append)(state.pending_features_BPF, features_BPF, waiting_B, going_B),

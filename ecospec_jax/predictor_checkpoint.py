@@ -32,7 +32,7 @@ from ecospec_jax.errors import UserError, reported_as_user_error
 from ecospec_jax.models.predictor import Predictor
 from ecospec_jax.models.target import Target
 from ecospec_jax.predictor_config import PredictorConfig
-from ecospec_jax.sharding import Placement
+from ecospec_jax.sharding import Placement, spread
 
 FORMAT = 1
 
@@ -126,6 +126,7 @@ def load_predictors(
     for name, config in manifest.predictors.items():
         module, stored = stored_parameters(config, dtype)
         restore(folder, manifest.pieces, name, stored, placement)
+        spread(module, placement)
         borrow(module, config, target)
         loaded[name] = module
     return loaded

@@ -1,6 +1,7 @@
 """The loop over steps, and the compiled functions of a plan."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -9,8 +10,23 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from ecospec_jax.adaptation import Adaptation
+from ecospec_jax.cache import BUFFER_AXES
 from ecospec_jax.decoding import DecodeState, StepPlan, Weights, once_if, prefill
+from ecospec_jax.sharding import Placement
 from ecospec_jax.stepping import drafting_step, fixed_step, plain_step
+
+
+def state_shardings(placement: Placement, state: DecodeState) -> DecodeState:
+    """Where a state belongs: the target's cache as the layout has it, everything else on every device."""
+    cache = jax.tree.map(lambda buffer: placement.sharding(BUFFER_AXES, buffer.shape), state.target_cache)
+    return replace(jax.tree.map(lambda _: placement.everywhere, state), target_cache=cache)
+
+
+def settled(plan: StepPlan, state: DecodeState) -> DecodeState:
+    """The state where it belongs, so that a step finds it where it leaves it."""
+    if plan.placement is None:
+        return state
+    return lax.with_sharding_constraint(state, state_shardings(plan.placement, state))
 
 
 def decode_steps(plan: StepPlan, weights: Weights, state: DecodeState, steps: Int[Array, ""]) -> DecodeState:
@@ -24,7 +40,7 @@ def decode_steps(plan: StepPlan, weights: Weights, state: DecodeState, steps: In
         return (carry[0] < steps) & ~jnp.all(carry[1].finished_B)
 
     def counted(step: Callable[[StepPlan, Weights, DecodeState], DecodeState]) -> Callable[[Carry], Carry]:
-        return lambda carry: (carry[0] + 1, step(plan, weights, carry[1]))
+        return lambda carry: (carry[0] + 1, settled(plan, step(plan, weights, carry[1])))
 
     def plainly(carry: Carry) -> Array:
         adaptation = carry[1].adaptation
@@ -50,7 +66,10 @@ class Program:
         """Nothing is compiled before the first call."""
         self.plan = plan
         self.adaptation = adaptation
-        self.prefill = jax.jit(partial(prefill, plan), static_argnames=("capacity",))
+        self.prefill = jax.jit(
+            lambda *arguments, **options: settled(plan, prefill(plan, *arguments, **options)),
+            static_argnames=("capacity",),
+        )
         self.decode_steps = jax.jit(partial(decode_steps, plan), donate_argnames=("state",))
         self._shapes: set[tuple[int, ...]] = set()
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float
 
 from ecospec_jax import expert_bits
 from ecospec_jax.config import SpecConfig
+from ecospec_jax.errors import UserError
 from ecospec_jax.selection import Economy, ExpertForecast, new_experts, path_sets, selection_of
 from ecospec_jax.tree import ROOT, CandidateTree, Selection
 
@@ -31,6 +32,8 @@ def rate(tree: CandidateTree, forecast: ExpertForecast | None, spec: SpecConfig,
     """
     if forecast is None or economy is None:
         raise ValueError("selection by rate needs an expert predictor and a cost model")
+    if spec.device_experts is not None:
+        raise UserError("selection by rate counts the experts of all devices; it takes no device_experts")
     batch, nodes = tree.tokens_BN.shape
     exhaustive = batch == 1 and nodes <= MOST_EXHAUSTIVE_NODES
     chosen_BN = (best_set if exhaustive else greedy_set)(tree, forecast, spec, economy)

@@ -74,10 +74,25 @@ def path_sets(tree: CandidateTree, forecast: ExpertForecast) -> UInt32[Array, "b
 
 
 def new_experts(
-    path_BNLW: UInt32[Array, "batch nodes layers words"], buffer_LW: UInt32[Array, "layers words"]
+    path_BNLW: UInt32[Array, "batch nodes layers words"],
+    buffer_LW: UInt32[Array, "layers words"],
+    device_experts: int | None = None,
 ) -> Int[Array, "batch nodes"]:
-    """dC: (layer, expert) pairs of each path that the buffer does not hold."""
-    return jnp.sum(expert_bits.count(path_BNLW & ~buffer_LW), axis=-1)
+    """dC: (layer, expert) pairs of each path that the buffer does not hold.
+
+    With `device_experts` it is what the path adds, layer by layer, to the experts of the busiest device, which the
+    others wait for: device d has the experts `d * device_experts ..`.
+    """
+    if device_experts is None:
+        return jnp.sum(expert_bits.count(path_BNLW & ~buffer_LW), axis=-1)
+    experts = buffer_LW.shape[-1] * expert_bits.WORD
+    ids_GK = jnp.arange(-(-experts // device_experts) * device_experts).reshape(-1, device_experts)
+    devices_GW = expert_bits.from_ids(ids_GK, experts)
+
+    def busiest(sets: UInt32[Array, "... layers words"]) -> Int[Array, "... layers"]:
+        return jnp.max(expert_bits.count(sets[..., None, :] & devices_GW), axis=-1)
+
+    return jnp.sum(busiest(path_BNLW | buffer_LW) - busiest(buffer_LW), axis=-1)
 
 
 def cost_aware(
@@ -89,11 +104,19 @@ def cost_aware(
     it once the node is chosen. The score never increases from parent to child and ties go to the lower index, so the
     set is prefix-closed; a node is admitted only behind its parent, which keeps it so whatever rounding does.
 
-    With `spec.shared_buffer` all sequences fill one buffer, and the best node of any sequence comes first.
+    With `spec.shared_buffer` all sequences fill one buffer, and the best node of any sequence comes first. With
+    `spec.device_experts` new experts are those of the busiest device.
     """
     if forecast is None:
         raise ValueError("cost-aware selection needs an expert predictor")
-    chosen_BN = cost_aware_nodes(tree, forecast, spec.budget, spec.eps, shared_buffer=spec.shared_buffer)
+    chosen_BN = cost_aware_nodes(
+        tree,
+        forecast,
+        spec.budget,
+        spec.eps,
+        shared_buffer=spec.shared_buffer,
+        device_experts=spec.device_experts,
+    )
     return selection_of(chosen_BN, spec.budget)
 
 
@@ -104,15 +127,17 @@ def cost_aware_nodes(
     eps: float | Float[Array, ""],
     *,
     shared_buffer: bool,
+    device_experts: int | None = None,
 ) -> Bool[Array, "batch nodes"]:
     """The nodes that `cost_aware` chooses; budget and eps may be traced."""
     path_BNLW = path_sets(tree, forecast)
     if shared_buffer:
         shared_LW = expert_bits.union(forecast.buffer_BLW, axis=0)
-        return _greedy(tree.parents_BN, tree.log_probs_BN, path_BNLW, shared_LW, budget, eps)
+        return _greedy(tree.parents_BN, tree.log_probs_BN, path_BNLW, shared_LW, budget, eps, device_experts)
 
     def alone(parents_N: Array, log_probs_N: Array, path_NLW: Array, buffer_LW: Array) -> Array:
-        return _greedy(parents_N[None], log_probs_N[None], path_NLW[None], buffer_LW, budget, eps)[0]
+        one = parents_N[None], log_probs_N[None], path_NLW[None]
+        return _greedy(*one, buffer_LW, budget, eps, device_experts)[0]
 
     return jax.vmap(alone)(tree.parents_BN, tree.log_probs_BN, path_BNLW, forecast.buffer_BLW)
 
@@ -124,6 +149,7 @@ def _greedy(
     buffer_LW: UInt32[Array, "layers words"],
     budget: int | Int[Array, ""],
     eps: float | Float[Array, ""],
+    device_experts: int | None,
 ) -> Bool[Array, "batch nodes"]:
     """Chooses one node a round for sequences that share one buffer, at most `budget` for each of them."""
     batch, nodes = parents_BN.shape
@@ -134,7 +160,7 @@ def _greedy(
         chosen_BN, buffer_LW = carry
         behind_BN = (parents_BN == ROOT) | jnp.take_along_axis(chosen_BN, jnp.maximum(parents_BN, 0), axis=1)
         open_BN = behind_BN & ~chosen_BN & (jnp.sum(chosen_BN, axis=1, keepdims=True) < budget)
-        score_BN = probability_BN / (new_experts(path_BNLW, buffer_LW) + eps)
+        score_BN = probability_BN / (new_experts(path_BNLW, buffer_LW, device_experts) + eps)
         best = jnp.argmax(jnp.where(open_BN, score_BN, -1.0))
         picked_BN = (jnp.arange(batch * nodes) == best).reshape(batch, nodes) & open_BN
         added_LW = expert_bits.union(jnp.where(picked_BN[..., None, None], path_BNLW, jnp.uint32(0)), axis=(0, 1))

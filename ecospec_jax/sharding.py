@@ -1,14 +1,24 @@
 """Mesh layouts: one table each from logical axis names to mesh axes. Nothing else names a mesh axis.
 
 A layout's name says how many devices split what: `tp8` splits every expert's hidden units, `ep8` hands out whole
-experts, `tp4ep2` does both, on 4 x 2 devices. Everything else is split over all of them, by heads, hidden units or
-vocabulary.
+experts, `tp4ep2` does both, on 4 x 2 devices. Everything else is split over all of them, by heads, hidden units,
+vocabulary or, of the embedding, channels. In `dp_attn+ep8` attention and its caches are split over the batch instead,
+its weights being on every device: a latent cache has no heads to split. `replicated` has everything everywhere.
+
+What does not divide in whole parts (heads, blocks of a quantised matrix) is decided per model, in `Layout.for_model`:
+
+- KV heads are split over as many of the mesh's axes as they divide among, and copied along the others, never cut; the
+  heads of the queries are split all the same.
+- A vocabulary, the hidden units of a dense MLP, and the embedding's channels are copied.
+- Heads, experts and their hidden units are refused: copies of them would leave nothing of the layout.
 """
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,22 +28,76 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from ecospec_jax.config import DeepseekV3Config, GptOssConfig, ModelConfig, Qwen3MoeConfig
 from ecospec_jax.errors import UserError
 from ecospec_jax.kernels import ExpertWeights
+from ecospec_jax.kernels.formats import FP8_BLOCK, MXFP4_BLOCK
 
+Arrays = TypeVar("Arrays")
 EXPERT, TENSOR = "expert", "tensor"  # the mesh's axes
 DATA = "data"  # the axis of a training's own mesh
-_NAME = re.compile(r"(?:tp(?P<tensor>[1-9]\d*))?(?:ep(?P<expert>[1-9]\d*))?")
-_ALL = (EXPERT, TENSOR)
-_TABLE = {
-    "heads": _ALL,
-    "kv_heads": _ALL,
-    "mlp": _ALL,
-    "vocab": _ALL,
-    "expert": (EXPERT,),
-    "ffn": (TENSOR,),
-}
-_STRICT = ("expert", "ffn")  # an expert layer is split as a whole or not at all
+_NAME = re.compile(r"(?P<batch>dp_attn\+)?(?:tp(?P<tensor>[1-9]\d*))?(?:ep(?P<expert>[1-9]\d*))?")
+# Heads go along TENSOR first, so that KV heads which divide among TENSOR alone lie where their queries are.
+_ALL = (TENSOR, EXPERT)
+_FEED_FORWARD = {"mlp": _ALL, "vocab": _ALL, "channels": _ALL, "expert": (EXPERT,), "ffn": (TENSOR,)}
+_BY_HEADS = MappingProxyType({"heads": _ALL, "kv_heads": _ALL, **_FEED_FORWARD})
+_BY_BATCH = MappingProxyType({"batch": _ALL, **_FEED_FORWARD})
+_NOTHING: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Along one axis, the least parts that a device may hold of a model's arrays.
+
+    Attributes:
+        count: of them; a device takes as many as any other.
+        what: they are, for messages.
+    """
+
+    count: int
+    what: str
+
+
+def _blocks(size: int, block: int, what: str, blocks: str = "blocks") -> Parts:
+    """Parts of a dimension that is only split between blocks; one that ends within a block is not split."""
+    if block == 1:
+        return Parts(size, f"{size} {what}")
+    if size % block:
+        return Parts(1, f"{size} {what}, which end within a block of {block},")
+    return Parts(size // block, f"{size // block} {blocks} of {block} {what}")
+
+
+def _parts(config: ModelConfig) -> dict[str, tuple[Parts, ...]]:
+    """What each logical axis of a target consists of."""
+    match config:
+        case Qwen3MoeConfig():
+            block, dense = 1, (config.intermediate_size,) if config.dense_layers else ()
+            heads, kv_heads = _blocks(config.num_heads, 1, "attention heads"), config.num_kv_heads
+        case GptOssConfig():
+            block, dense = MXFP4_BLOCK if config.expert_storage == "mxfp4" else 1, ()
+            heads, kv_heads = _blocks(config.num_heads, 1, "attention heads"), config.num_kv_heads
+        case DeepseekV3Config():
+            block = FP8_BLOCK if config.storage == "fp8" else 1
+            dense = (config.intermediate_size, config.shared_experts * config.moe_intermediate_size)
+            widths = (
+                config.qk_nope_head_dim + config.qk_rope_head_dim,
+                config.qk_nope_head_dim + config.v_head_dim,
+                config.v_head_dim,
+            )
+            together = math.lcm(*(block // math.gcd(block, width) for width in widths))  # heads that fill whole blocks
+            heads, kv_heads = _blocks(config.num_heads, together, "attention heads", "groups"), 1  # the latent
+    return {
+        "heads": (heads,),
+        "kv_heads": (_blocks(kv_heads, 1, "KV heads"),),
+        "mlp": tuple(_blocks(width, block, "hidden units") for width in dense),
+        "vocab": (_blocks(config.vocab_size, 1, "tokens"),),
+        "channels": (_blocks(config.hidden_size, 1, "channels"),),
+        "expert": (_blocks(config.num_experts, 1, "experts"),),
+        "ffn": (_blocks(config.moe_intermediate_size, block, "hidden units of an expert"),),
+    }
+
+
+_NEVER_COPIED = ("heads", "expert", "ffn")
 
 
 @dataclass(frozen=True)
@@ -49,20 +113,52 @@ class Layout:
     name: str
     tensor: int
     expert: int
-    table: dict[str, tuple[str, ...]] = field(hash=False)
+    table: Mapping[str, tuple[str, ...]] = field(hash=False)
 
     @staticmethod
     def named(name: str) -> "Layout":
         """The layout of a name; one that says nothing is a `UserError`."""
         match = _NAME.fullmatch(name)
-        if match is None or not name:
-            raise UserError(f"unknown layout '{name}'; layouts are called tp8, ep8, tp4ep2 and so on")
-        return Layout(name, int(match["tensor"] or 1), int(match["expert"] or 1), _TABLE)
+        if match is None or not (match["tensor"] or match["expert"]):
+            raise UserError(f"unknown layout '{name}'; layouts are called tp8, ep8, tp4ep2, dp_attn+ep8 and so on")
+        table = _BY_BATCH if match["batch"] else _BY_HEADS
+        return Layout(name, int(match["tensor"] or 1), int(match["expert"] or 1), table)
 
     @property
     def devices(self) -> int:
         """How many it needs."""
         return self.tensor * self.expert
+
+    @property
+    def replicated(self) -> "Layout":
+        """Everything on each of the same devices."""
+        return replace(self, name="replicated", table=_NOTHING)
+
+    def count(self, mesh_axes: tuple[str, ...]) -> int:
+        """Devices along these axes of the mesh together."""
+        return math.prod({TENSOR: self.tensor, EXPERT: self.expert}[axis] for axis in mesh_axes)
+
+    def for_model(self, config: ModelConfig) -> "Layout":
+        """The layout as it serves a target: its table without what the target is too uneven for (see the module).
+
+        Raises:
+            UserError: it cannot serve this target, and why.
+        """
+        parts, table = _parts(config), {}
+        for axis, mesh_axes in self.table.items():
+            uneven = [part for part in parts.get(axis, ()) if part.count % self.count(mesh_axes)]
+            if uneven and axis in _NEVER_COPIED:
+                raise UserError(
+                    f"layout '{self.name}' cannot serve this {config.family}: {uneven[0].what} "
+                    f"do not divide among {self.count(mesh_axes)} devices"
+                )
+            if uneven and axis == "kv_heads":  # fewer axes, in the order of the queries' heads
+                while uneven[0].count % self.count(mesh_axes):
+                    mesh_axes = mesh_axes[:-1]
+                table[axis] = mesh_axes
+            elif not uneven:
+                table[axis] = mesh_axes
+        return replace(self, table=MappingProxyType(table))
 
 
 @dataclass(frozen=True)
@@ -81,22 +177,36 @@ class Placement:
         grid = np.array(found[: table.devices]).reshape(table.expert, table.tensor)
         return Placement(Mesh(grid, (EXPERT, TENSOR)), table)
 
+    def for_model(self, config: ModelConfig) -> "Placement":
+        """The same with `Layout.for_model`."""
+        return replace(self, layout=self.layout.for_model(config))
+
+    @property
+    def replicated(self) -> "Placement":
+        """Everything on each of the same devices: for models so small that collectives would cost more than reading."""
+        return replace(self, layout=self.layout.replicated)
+
     def spec(self, logical_axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
-        """Where the dimensions of an array go. One that does not divide is replicated; of an expert it is refused."""
+        """Where the dimensions of an array go; one that does not divide is a `UserError`."""
         parts = []
         for axis, size in zip(logical_axes, shape, strict=True):
             mesh_axes = self.layout.table.get(axis, ())
-            count = int(np.prod([self.mesh.shape[name] for name in mesh_axes], dtype=int))
-            if size % count and axis in _STRICT:
+            if size % self.layout.count(mesh_axes):
                 raise UserError(
-                    f"layout '{self.layout.name}': {size} along '{axis}' do not divide among {count} devices"
+                    f"layout '{self.layout.name}': {size} along '{axis}' do not divide among "
+                    f"{self.layout.count(mesh_axes)} devices"
                 )
-            parts.append(mesh_axes if mesh_axes and size % count == 0 else None)
+            parts.append(mesh_axes or None)
         return PartitionSpec(*parts)
 
     def sharding(self, logical_axes: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
         """Sharding of an array whose dimensions have these names."""
         return NamedSharding(self.mesh, self.spec(logical_axes, shape))
+
+    @property
+    def everywhere(self) -> NamedSharding:
+        """Sharding of what every device has as a whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
 
     def spec_of(self, parameter: nnx.Variable) -> PartitionSpec:
         """`spec` of a parameter."""
@@ -121,13 +231,14 @@ class Placement:
             experts: all weights.
             specs: `spec_of` in place of each.
         """
+        by_expert, by_unit = (self.layout.table.get(axis, ()) for axis in ("expert", "ffn"))
 
         def apart(x_TD: Array, ids_TK: Array, weights_TK: Array, mine: ExpertWeights) -> Array:
             if mine.down_bias is not None:  # it belongs to the sum, not to each part
-                own = jnp.where(lax.axis_index(TENSOR) == 0, mine.down_bias, jnp.zeros_like(mine.down_bias))
+                own = jnp.where(lax.axis_index(by_unit) == 0, mine.down_bias, jnp.zeros_like(mine.down_bias))
                 mine = replace(mine, down_bias=own)
-            y_TD = op(x_TD, ids_TK - lax.axis_index(EXPERT) * mine.count, weights_TK, mine)
-            return lax.psum(y_TD.astype(jnp.float32), _ALL)
+            y_TD = op(x_TD, ids_TK - lax.axis_index(by_expert) * mine.count, weights_TK, mine)
+            return lax.psum(y_TD.astype(jnp.float32), (*by_expert, *by_unit))
 
         everywhere = PartitionSpec()
         whole = jax.shard_map(
@@ -138,6 +249,34 @@ class Placement:
             check_vma=False,
         )
         return whole(x_TD, ids_TK, weights_TK, experts).astype(x_TD.dtype)
+
+
+def whole(placement: Placement | None, arrays: Arrays) -> Arrays:
+    """The same arrays, on every device; it also keeps XLA from splitting by itself what they are computed from."""
+    return arrays if placement is None else lax.with_sharding_constraint(arrays, placement.everywhere)
+
+
+class Placed(nnx.Module):
+    """A module that knows where its parts are; on one device until `spread` says otherwise."""
+
+    placement: Placement | None = None
+
+    def pin(self, x: Float[Array, "..."], logical_axes: tuple[str, ...]) -> Float[Array, "..."]:
+        """The same array, where the layout has it."""
+        if self.placement is None:
+            return x
+        return lax.with_sharding_constraint(x, self.placement.sharding(logical_axes, x.shape))
+
+    def whole(self, arrays: Arrays) -> Arrays:
+        """The same arrays, on every device."""
+        return whole(self.placement, arrays)
+
+
+def spread(module: nnx.Module, placement: Placement | None) -> None:
+    """Lets every part of a module compute where its weights are."""
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, Placed):
+            node.placement = placement
 
 
 def data_parallel(count: int) -> tuple[NamedSharding, NamedSharding]:

@@ -11,7 +11,7 @@ import math
 import re
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,22 +25,21 @@ from rich.console import Console
 from ecospec_jax import SamplingConfig, SpecConfig, UserError
 from ecospec_jax.ahead_of_time import target as described
 from ecospec_jax.cache import KVCache
-from ecospec_jax.checkpoint import borrowed_parameters, parameters
+from ecospec_jax.checkpoint import borrow, borrowed_parameters, parameters
 from ecospec_jax.config import DrafterConfig, ModelConfig
 from ecospec_jax.decoding import DecodeState, StepPlan, Weights, prefill
 from ecospec_jax.errors import reported_as_user_error, run_command
 from ecospec_jax.models import abstract
-from ecospec_jax.models.moe import spread
 from ecospec_jax.presets import drafter_for, get_preset
+from ecospec_jax.program import state_shardings
 from ecospec_jax.selection import likelihood
-from ecospec_jax.sharding import Placement
+from ecospec_jax.sharding import Placement, spread
 from ecospec_jax.stepping import fixed_step
 from experiments.environment import environment
 from experiments.tables import markdown_table, write_text
 
 DTYPE = jnp.dtype(jnp.bfloat16)
 PROMPT = 32  # rows of the prefill that gives the state its shapes
-_CACHE_AXES = ("batch", "kv_heads", "slots", "head_dim")
 _COLLECTIVE = re.compile(
     r" = (?P<type>\(.*?\)|\S+) (?P<name>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-done)?\("
 )
@@ -102,45 +101,30 @@ class Compiled:
     seconds: float
 
 
-def placed(config: ModelConfig | DrafterConfig, placement: Placement) -> tuple[nnx.GraphDef, nnx.State]:
-    """A module without values: its graph, and shapes that know where they belong."""
+def placed(config: ModelConfig | DrafterConfig, placement: Placement) -> Any:
+    """A module without values: its shapes know where they belong."""
     module = abstract(config, DTYPE)
     spread(module, placement)
-    graph, state = nnx.split(module)
-
-    def place(variable: nnx.Variable) -> nnx.Variable:
+    for variable in parameters(module).values():
         shape = variable.get_value()
         sharding = placement.sharding(variable.get_metadata()["logical_axes"], shape.shape)
-        return variable.replace(jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding))
-
-    return graph, jax.tree.map(place, state, is_leaf=lambda part: isinstance(part, nnx.Variable))
+        variable.set_value(shape.update(sharding=sharding))
+    return module
 
 
 def abstract_state(plan: StepPlan, weights: Weights, placement: Placement, capacity: int) -> DecodeState:
-    """Shapes of the state behind a prefill of one sequence; caches are split by heads, the rest is everywhere."""
+    """Shapes of the state behind a prefill of one sequence, that know where they belong."""
     shape = jax.ShapeDtypeStruct
     tokens, count = shape((1, PROMPT), jnp.int32), shape((1,), jnp.int32)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
     state = jax.eval_shape(partial(prefill, plan, capacity=capacity), weights, tokens, count, count, keys)
 
-    everywhere = placement.sharding((), ())
-
-    def cached(part: Any) -> Any:
-        if part.ndim != len(_CACHE_AXES):
-            return shape(part.shape, part.dtype, sharding=everywhere)
+    def stored(cache: KVCache | None) -> KVCache | None:
         # On the CPU that this runs on, caches would be wider (`cache.storage_dtype`).
-        return shape(part.shape, DTYPE, sharding=placement.sharding(_CACHE_AXES, part.shape))
+        return jax.tree.map(lambda part: part.update(dtype=DTYPE) if part.ndim else part, cache)
 
-    def is_cache(part: Any) -> bool:
-        return isinstance(part, KVCache)
-
-    return jax.tree.map(
-        lambda part: (
-            jax.tree.map(cached, part) if is_cache(part) else shape(part.shape, part.dtype, sharding=everywhere)
-        ),
-        state,
-        is_leaf=is_cache,
-    )
+    state = replace(state, target_cache=stored(state.target_cache), draft_cache=stored(state.draft_cache))
+    return jax.tree.map(lambda part, at: part.update(sharding=at), state, state_shardings(placement, state))
 
 
 def device_bytes(tree: Any) -> int:
@@ -148,14 +132,25 @@ def device_bytes(tree: Any) -> int:
     return sum(part.dtype.itemsize * math.prod(part.sharding.shard_shape(part.shape)) for part in jax.tree.leaves(tree))
 
 
+def collective_results(hlo: str) -> list[tuple[str, list[tuple[str, int]]]]:
+    """The collectives of a program by kind, each with the dtypes and sizes of its results on one device."""
+    return [
+        (
+            match["name"],
+            [
+                (dtype, math.prod(int(size) for size in sizes.split(",") if size))
+                for dtype, sizes in _ARRAY.findall(match["type"])
+            ],
+        )
+        for match in _COLLECTIVE.finditer(hlo)
+    ]
+
+
 def collectives(hlo: str) -> tuple[Counter[str], int]:
     """How many collectives a program has, by kind, and the bytes of their results on one device."""
-    found, total = Counter(), 0
-    for match in _COLLECTIVE.finditer(hlo):
-        found[match["name"]] += 1
-        for dtype, sizes in _ARRAY.findall(match["type"]):
-            total += _itemsize(dtype) * math.prod(int(size) for size in sizes.split(",") if size)
-    return found, total
+    found = collective_results(hlo)
+    moved = sum(_itemsize(dtype) * size for _, results in found for dtype, size in results)
+    return Counter(name for name, _ in found), moved
 
 
 def _itemsize(hlo_dtype: str) -> int:
@@ -167,19 +162,20 @@ def compile_case(case: Case) -> Compiled:
     """Lowers and compiles the step; a layout that cannot serve the target is a `UserError`."""
     config = get_preset(case.target, case.layers)
     devices = described(case.device)
-    placement = Placement.create(case.layout, list(devices.devices))
+    placement = Placement.create(case.layout, list(devices.devices)).for_model(config)
     drafter = drafter_for(config)
-    target_graph, target_state = placed(config, placement)
-    drafter_graph, drafter_state = placed(drafter, placement)
+    lender, head = placed(config, placement), placed(drafter, placement.replicated)
+    borrow(head, drafter, lender)
+    (target_graph, target_state), (drafter_graph, drafter_state) = nnx.split(lender), nnx.split(head)
     spec = SpecConfig(budget=case.rows - 1)
-    plan = StepPlan(target_graph, drafter_graph, likelihood, spec, SamplingConfig(), eos_ids=(0,))
+    plan = StepPlan(target_graph, drafter_graph, likelihood, spec, SamplingConfig(), eos_ids=(0,), placement=placement)
     weights = Weights(target_state, drafter_state)
     state = abstract_state(plan, weights, placement, case.capacity)
     started = time.perf_counter()
     shardings = jax.tree.map(lambda part: part.sharding, state)
     compiled = devices.compile(partial(fixed_step, plan), weights, state, donate_argnums=1, out_shardings=shardings)
     seconds = time.perf_counter() - started
-    memory, own = compiled.memory_analysis(), parameters(nnx.merge(drafter_graph, drafter_state))
+    memory, own = compiled.memory_analysis(), parameters(head)
     assert memory is not None
     found, moved = collectives(compiled.as_text() or "")
     return Compiled(

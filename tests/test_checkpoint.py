@@ -90,16 +90,20 @@ import sys
 from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
-from ecospec_jax.checkpoint import load_drafter, load_target, parameters, read_manifest
+from ecospec_jax.checkpoint import borrowed_parameters, load_drafter, load_target, parameters, read_manifest
 from ecospec_jax.sharding import Placement
 
 folder, f32, placement = Path(sys.argv[1]), jnp.dtype(jnp.float32), Placement.create("tp2")
 manifest = read_manifest(folder)
 alone, target = (load_target(folder, manifest, f32, where) for where in (None, placement))
-drafter = load_drafter(folder, manifest, f32, target, placement)
-for path, variable in (parameters(target) | parameters(drafter)).items():
-    value, axes = variable.get_value(), variable.get_metadata()["logical_axes"]
-    assert value.sharding == placement.sharding(axes, value.shape), path
+drafter = load_drafter(folder, manifest, f32, target, placement.replicated)
+served = placement.for_model(manifest.target)
+lent = borrowed_parameters(manifest.drafter)
+for module, where in ((target, served), (drafter, placement.replicated)):
+    for path, variable in parameters(module).items():
+        value, axes = variable.get_value(), variable.get_metadata()["logical_axes"]
+        at = served if module is drafter and path in lent else where
+        assert value.sharding == at.sharding(axes, value.shape), path
 for path, variable in parameters(target).items():
     np.testing.assert_array_equal(variable[...], parameters(alone)[path][...], err_msg=path)
 query = target.layers[0].attention.q.weight.get_value()

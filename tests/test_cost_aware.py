@@ -1,6 +1,7 @@
 """Cost-aware selection against sets in plain Python, and what must hold for any tree (docs/formats.md F.21)."""
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -98,6 +99,20 @@ def select(sequences: list[Sequence], spec: SpecConfig) -> list[list[int]]:
     return chosen
 
 
+def added(experts: Experts, buffer: Experts, device_experts: int | None) -> int:
+    """How many experts are new; of the busiest device in each layer, if devices have so many."""
+    if device_experts is None:
+        return len(experts - buffer)
+
+    def busiest(pairs: Experts) -> int:
+        return sum(
+            max(Counter(e // device_experts for at, e in pairs if at == layer).values(), default=0)
+            for layer in range(LAYERS)
+        )
+
+    return busiest(experts | buffer) - busiest(buffer)
+
+
 def brute_force(sequences: list[Sequence], spec: SpecConfig) -> list[list[int]]:
     """The rule of docs/design.md section 3 with Python sets; knows nothing of parents but paths.
 
@@ -113,7 +128,7 @@ def brute_force(sequences: list[Sequence], spec: SpecConfig) -> list[list[int]]:
             for i, node in itertools.product(group, range(NODES)):
                 if node in chosen[i] or len(chosen[i]) == spec.budget:
                     continue
-                cost = len(sequences[i].path_experts(node) - buffer)
+                cost = added(sequences[i].path_experts(node), buffer, spec.device_experts)
                 score = probability[i][node] / (np.float32(cost) + np.float32(max(spec.eps, TINY)))
                 if best_score is None or score > best_score:  # ties: the lower index, which is not deeper
                     best, best_score = (i, node), score
@@ -133,6 +148,8 @@ SPECS = [
     SpecConfig(budget=4, eps=1.0, shared_buffer=True),
     SpecConfig(budget=1, eps=1e-30, shared_buffer=True),
     SpecConfig(budget=7, eps=0.25, shared_buffer=True),
+    SpecConfig(budget=4, eps=1.0, device_experts=10),
+    SpecConfig(budget=7, eps=0.25, shared_buffer=True, device_experts=5),
 ]
 BUFFERS = ["empty", "root", "previous"]
 EDGES = [[0.0, -0.25, -0.5], [0.0, -1.0, -3.0, -7.0], [-0.7, -2.1, -2.8, -0.1]]
@@ -145,7 +162,9 @@ def batches(draw) -> list[Sequence]:
     return [draw_sequence(random, universe, edges, draw(st.sampled_from(BUFFERS))) for _ in range(BATCH)]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=lambda s: f"budget {s.budget}, eps {s.eps}, shared {s.shared_buffer}")
+@pytest.mark.parametrize(
+    "spec", SPECS, ids=lambda s: f"budget {s.budget}, eps {s.eps}, shared {s.shared_buffer}, device {s.device_experts}"
+)
 @settings(deadline=None, max_examples=40)
 @given(sequences=batches())
 def test_equals_brute_force(spec: SpecConfig, sequences: list[Sequence]) -> None:
@@ -207,6 +226,15 @@ def test_second_sibling_with_the_same_experts_is_free() -> None:
     assert select([sequence] * BATCH, SpecConfig(budget=2, eps=4.0)) == [[0, 1]] * BATCH
 
 
+def test_experts_of_an_idle_device_are_free() -> None:
+    """Of two devices with 20 experts each the first has three to read anyway; the second may as well read three."""
+    nodes = np.stack([experts(4, 5, 6), experts(20, 21, 22)])
+    sequence = chain_free(nodes, [-0.5, -2.0], buffer=experts(1, 2, 3))
+    spec = SpecConfig(budget=1, eps=0.25)
+    assert select([sequence] * BATCH, spec) == [[0]] * BATCH
+    assert select([sequence] * BATCH, replace(spec, device_experts=20)) == [[1]] * BATCH
+
+
 def test_root_experts_are_not_new_when_the_buffer_holds_them() -> None:
     nodes = np.stack([experts(4, 5, 6), experts(1, 2, 3)])
     sequence = chain_free(nodes, [-0.5, -2.0], root=experts(1, 2, 3))
@@ -262,6 +290,11 @@ def test_budget_zero_chooses_nothing() -> None:
     batch = [draw_sequence(np.random.default_rng(1), 6, EDGES[0], "root")] * BATCH
     for shared in (False, True):
         assert select(batch, SpecConfig(budget=0, shared_buffer=shared)) == [[]] * BATCH
+
+
+def test_device_experts_must_be_positive() -> None:
+    with pytest.raises(UserError, match="^device_experts must be at least 1, not 0"):
+        SpecConfig(device_experts=0)
 
 
 @pytest.mark.parametrize("eps", [0, 0.0, -1.0, float("nan")])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ecospec_jax import expert_bits
 from ecospec_jax.config import SpecConfig
 from ecospec_jax.cost import CostModel
+from ecospec_jax.errors import UserError
 from ecospec_jax.rate import MOST_EXHAUSTIVE_NODES, best_set, greedy_set, rate
 from ecospec_jax.selection import Economy, ExpertForecast
 from ecospec_jax.tree import ROOT, CandidateTree, build_tree
@@ -265,3 +266,9 @@ def test_needs_a_forecast_and_a_cost_model() -> None:
     for arguments in ((tree, None, FLAT, economy), (tree, forecast, FLAT, None)):
         with pytest.raises(ValueError, match="needs an expert predictor and a cost model"):
             rate(*arguments)
+
+
+def test_device_experts_are_refused() -> None:
+    spec, sequence = replace(FLAT, device_experts=4), draw(np.random.default_rng(0), FLAT, 7)
+    with pytest.raises(UserError, match="it takes no device_experts"):
+        rate(tree_of([sequence], FLAT), forecast_of([sequence]), spec, Economy(FREE_ROWS, jnp.float32(1)))

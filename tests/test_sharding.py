@@ -1,27 +1,23 @@
-"""Layouts on meshes: where each axis goes, and equal tokens on two (virtual) devices."""
+"""Layouts on meshes: what goes where, what is copied and what refused; tests/test_mesh_tokens.py decodes with them."""
 
-import os
-import subprocess
-import sys
+import re
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec
 
+from ecospec_jax import Decoder
+from ecospec_jax.cache import BUFFER_AXES
 from ecospec_jax.checkpoint import parameters
-from ecospec_jax.config import RopeConfig, SamplingConfig, SpecConfig
-from ecospec_jax.decoding import Weights
 from ecospec_jax.errors import UserError
-from ecospec_jax.models.gpt_oss import GptOss
-from ecospec_jax.models.moe import spread
+from ecospec_jax.kernels.formats import FP8_BLOCK
+from ecospec_jax.models import abstract
+from ecospec_jax.presets import PRESETS, get_preset
 from ecospec_jax.sharding import Layout, Placement
 from tests import tiny
 
-ROOT = Path(__file__).parents[1]
 EVERY_OPTION = [
     lambda: tiny.make_target(replace(tiny.TARGET, attention_bias=True, dense_layers=(1,))),
     lambda: tiny.make_target(replace(tiny.TARGET, tie_embeddings=True)),
@@ -41,20 +37,22 @@ def test_every_parameter_names_its_axes(make) -> None:
 
 def test_layouts_name_axes_that_occur() -> None:
     used = {a for make in EVERY_OPTION for v in parameters(make()).values() for a in v.get_metadata()["logical_axes"]}
-    assert set(Layout.named("tp1").table) <= used
+    for name in ("tp1", "dp_attn+tp1"):
+        assert set(Layout.named(name).table) <= used | set(BUFFER_AXES)
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "expert"), [("tp8", 8, 1), ("ep8", 1, 8), ("tp4ep2", 4, 2), ("tp2ep16", 2, 16), ("ep1", 1, 1)]
+    ("name", "tensor", "expert"),
+    [("tp8", 8, 1), ("ep8", 1, 8), ("tp4ep2", 4, 2), ("tp2ep16", 2, 16), ("ep1", 1, 1), ("dp_attn+ep8", 1, 8)],
 )
 def test_names_say_what_is_split(name: str, tensor: int, expert: int) -> None:
     layout = Layout.named(name)
     assert (layout.tensor, layout.expert, layout.devices) == (tensor, expert, tensor * expert)
 
 
-@pytest.mark.parametrize("name", ["diagonal", "", "tp", "tp0", "ep2tp2", "tp2x", "TP2"])
+@pytest.mark.parametrize("name", ["diagonal", "", "tp", "tp0", "ep2tp2", "tp2x", "TP2", "dp_attn+", "dp_attn"])
 def test_unknown_layouts_are_refused(name: str) -> None:
-    with pytest.raises(UserError, match=f"unknown layout '{name}'; layouts are called tp8, ep8, tp4ep2"):
+    with pytest.raises(UserError, match=f"unknown layout '{re.escape(name)}'; layouts are called tp8, ep8, tp4ep2"):
         Placement.create(name)
 
 
@@ -63,74 +61,109 @@ def test_absent_devices_are_refused() -> None:
         Placement.create("tp256ep2")
 
 
-@pytest.mark.parametrize("layout", ["tp2", "ep2"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_two_devices_give_the_same_tokens(family: str, layout: str) -> None:
-    """In a process of its own, since the number of devices is fixed when JAX starts."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
-    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "tests.test_sharding", family, layout]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["equal"]
+@pytest.mark.parametrize(
+    ("preset", "name", "kv_heads"),
+    [
+        ("qwen3-30b-a3b", "tp8", ()),
+        ("qwen3-30b-a3b", "tp4", ("tensor", "expert")),
+        ("qwen3-30b-a3b", "tp4ep2", ("tensor",)),
+        ("qwen3-30b-a3b", "tp2ep4", ("tensor",)),
+        ("gpt-oss-120b", "tp2ep4", ("tensor", "expert")),
+        ("gpt-oss-120b", "ep16", ("tensor",)),  # of which there is one
+        ("deepseek-v3.1", "tp8", ()),
+        ("deepseek-v3.1", "dp_attn+ep8", None),
+    ],
+)
+def test_kv_heads_are_split_as_whole_heads(preset: str, name: str, kv_heads: tuple[str, ...] | None) -> None:
+    config, layout = get_preset(preset), Layout.named(name).for_model(get_preset(preset))
+    assert layout.table.get("kv_heads") == kv_heads
+    if kv_heads is not None:
+        assert layout.table["heads"] == ("tensor", "expert")  # the queries' are split whatever happens to these
+        assert getattr(config, "num_kv_heads", 1) % layout.count(kv_heads) == 0
 
 
-GPT_OSS = replace(tiny.GPT_OSS, num_experts=6, swiglu_limit=1.0, rope=RopeConfig(theta=1e4))
-TARGETS = {
-    "qwen3_moe": lambda: tiny.make_target(replace(tiny.TARGET, num_experts=6)),
-    "gpt_oss": lambda: tiny.randomised(lambda: GptOss(GPT_OSS, dtype=jnp.float32, rngs=nnx.Rngs(0)), seed=4),
-}
-SAMPLING = SamplingConfig(temperature=0.8, top_k=20, top_p=0.9)
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("devices", [1, 2, 4, 8, 16])
+def test_every_parameter_of_a_published_target_divides_or_the_layout_is_refused(preset: str, devices: int) -> None:
+    """Its shares are whole heads and whole storage blocks, so every scale lies with what it scales."""
+    config = get_preset(preset, 4)
+    names = {f"tp{devices}", f"ep{devices}", f"tp{max(1, devices // 2)}ep2", f"dp_attn+ep{devices}"}
+    served = set()
+    for name in names:
+        try:
+            placement = Placement.create(name, [object()] * 32).for_model(config)
+        except UserError as error:
+            assert re.search(r"cannot serve this \w+: \d+ .* do not divide among \d+ devices", str(error))
+            continue
+        served.add(name)
+        shares = {
+            path: shard_shape(placement.spec_of(variable), variable.get_value().shape, placement)
+            for path, variable in parameters(abstract(config, jnp.dtype(jnp.bfloat16))).items()
+        }
+        for path, share in shares.items():
+            if path.endswith("scales") and path.replace("scales", "weight") in shares:
+                whole = tuple(-(-size // FP8_BLOCK) for size in shares[path.replace("scales", "weight")][-2:])
+                assert share[-2:] == whole, (name, path)
+            if path.endswith("down.scales") and path.replace("scales", "blocks") in shares:
+                rows = shares[path.replace("down.scales", "gate_up.blocks")][1]
+                assert rows == 2 * 32 * share[-1], (name, path)
+    # 90 blocks of hidden units divide among 2 devices at most.
+    refused = {"tp4", "tp8", "tp16", "tp4ep2", "tp8ep2"} if config.family == "gpt_oss" else set()
+    assert served == names - refused
 
 
-def place(module: nnx.Module, state: nnx.State, placement: Placement) -> tuple[nnx.State, set[str]]:
-    """The state on the mesh, and the paths that are really split."""
-    copy = nnx.merge(nnx.graphdef(module), jax.tree.map(jnp.copy, state))
-    split = set()
-    for path, variable in parameters(copy).items():
-        value = variable.get_value()
-        sharding = placement.sharding(variable.get_metadata()["logical_axes"], value.shape)
-        variable.set_value(jax.device_put(value, sharding))
-        if not sharding.is_fully_replicated:
-            split.add(path)
-            assert variable.get_value().addressable_shards[0].data.size == value.size // 2
-    return nnx.state(copy), split
+def shard_shape(spec: PartitionSpec, shape: tuple[int, ...], placement: Placement) -> tuple[int, ...]:
+    grouped = [(axes,) if isinstance(axes, str) else axes or () for axes in spec]
+    return tuple(size // placement.layout.count(axes) for size, axes in zip(shape, grouped, strict=True))
 
 
-@tiny.compiling_quickly()
-def decode_on_two_devices(family: str, layout: str) -> None:
-    placement = Placement.create(layout)
-    both = ("expert", "tensor")
-    assert placement.sharding(("vocab", "embed"), (30, 12)).spec == PartitionSpec(both, None)
-    assert placement.sharding(("vocab", "embed"), (29, 12)).spec == PartitionSpec(None, None)  # does not divide
-    with pytest.raises(UserError, match=f"layout '{layout}': 7 along '(ffn|expert)' do not divide among 2 devices"):
-        placement.sharding(("ffn" if layout == "tp2" else "expert", "embed"), (7, 12))
-
-    target, drafter = TARGETS[family](), tiny.scripted_drafter(3)
-    graph, state = nnx.split(target)
-    expected, _ = tiny.decode(tiny.make_program("ar", sampling=SAMPLING, target=graph), tiny.plain_weights(state))
-    script = tiny.answers_script(tiny.PROMPTS, tiny.tokens_of(expected), right=0.9, first=0.7)
-
-    weights = tiny.weights_with(script, target=state)
-    target_state, split = place(target, weights.target, placement)
-    experts = "gate.weight" if family == "qwen3_moe" else "gate_up.weight"
-    assert {f"layers.0.moe.experts.{experts}", "layers.1.attention.q.weight"} <= split
-    assert "head.weight" not in split and "layers.0.moe.router.gate.weight" not in split
-    assert ("layers.1.moe.experts.down_bias" in split) == (family == "gpt_oss" and layout == "ep2")
-    drafter_state, split = place(drafter, weights.drafter, placement)
-    assert {"attention.o.weight", "mlp.down.weight"} <= split
-
-    spread(target, placement)
-    graph = nnx.graphdef(target)
-    plain = tiny.make_program("ar", sampling=SAMPLING, target=graph)
-    likely = tiny.make_program("likelihood", SpecConfig(), SAMPLING, target=graph)
-    ours, _ = tiny.decode(plain, Weights(target_state, None))
-    assert tiny.tokens_of(ours) == tiny.tokens_of(expected), "ar"
-    ours, stats = tiny.decode(likely, Weights(target_state, drafter_state))
-    assert tiny.tokens_of(ours) == tiny.tokens_of(expected), "likelihood"
-    assert stats.tau > 2
-    print("equal")
+@pytest.mark.parametrize(
+    ("config", "name", "message"),
+    [
+        (
+            get_preset("gpt-oss-120b"),
+            "tp8",
+            "layout 'tp8' cannot serve this gpt_oss: 90 blocks of 32 hidden units of an expert do not divide among 8",
+        ),
+        (tiny.TARGET, "ep2", "layout 'ep2' cannot serve this qwen3_moe: 7 experts do not divide among 2 devices"),
+        (replace(tiny.TARGET, num_experts=8), "ep8", "4 attention heads do not divide among 8 devices"),
+        (
+            replace(get_preset("deepseek-v3.1"), moe_intermediate_size=576),
+            "tp2",
+            "576 hidden units of an expert, which end within a block of 128, do not divide among 2 devices",
+        ),
+        (
+            replace(get_preset("deepseek-v3.1"), qk_rope_head_dim=32, num_heads=8),  # four heads fill five blocks
+            "tp4",
+            "2 groups of 4 attention heads do not divide among 4 devices",
+        ),
+    ],
+)
+def test_a_layout_that_cannot_serve_a_target_is_refused(config, name: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        Layout.named(name).for_model(config)
 
 
-if __name__ == "__main__":
-    decode_on_two_devices(*sys.argv[1:])
+def test_uneven_vocabularies_and_dense_layers_are_copied() -> None:
+    config = replace(tiny.TARGET, num_experts=8, dense_layers=(1,), intermediate_size=15)
+    table = Layout.named("ep2").for_model(config).table
+    assert "vocab" not in table and "mlp" not in table
+    assert table["channels"] == table["heads"] == ("tensor", "expert")
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    placement = Placement.create("dp_attn+ep4", [object()] * 4)
+    assert placement.spec(("batch",), (8,)) == PartitionSpec(("tensor", "expert"))
+    with pytest.raises(UserError, match="layout 'dp_attn.ep4': 6 along 'batch' do not divide among 4 devices"):
+        placement.spec(("batch",), (6,))
+    decoder = Decoder(tiny.make_target(), None, eos_ids=(), placement=placement)
+    for use in (lambda: decoder.generate([[1, 2]], method="ar", batch_size=6), lambda: decoder.routing([[1, 2]] * 6)):
+        with pytest.raises(UserError, match="6 along 'batch' do not divide among 4 devices"):
+            use()
+
+
+def test_a_replicated_placement_splits_nothing() -> None:
+    placement = Placement.create("tp2ep2", [object()] * 4).replicated
+    assert placement.layout.devices == 4
+    axes = tuple(Layout.named("tp2ep2").table)
+    assert placement.spec(axes, (7,) * len(axes)) == PartitionSpec(*[None] * len(axes))

@@ -14,14 +14,14 @@ from jaxtyping import Array, Float
 
 from ecospec_jax.cache import Buffer, BufferShapes, RingSlots, Slots
 from ecospec_jax.config import DeepseekV3Config
-from ecospec_jax.models.layers import Linear, RMSNorm
+from ecospec_jax.models.layers import CachedAttention, Linear, RMSNorm
 from ecospec_jax.models.rope import rotate_pairs, score_factor
 
 NORM_EPS = 1e-6  # of the latent norms, whatever the config says
 MOST_ABSORBED = 64  # rows; beyond, keys and values are expanded
 
 
-class LatentAttention(nnx.Module):
+class LatentAttention(CachedAttention):
     """The attention of DeepSeek-V3. Its rope turns channel 2j with channel 2j + 1."""
 
     def __init__(self, config: DeepseekV3Config, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
@@ -57,8 +57,8 @@ class LatentAttention(nnx.Module):
         q_BNRP, q_BNRO = jnp.split(q_BRNH.swapaxes(1, 2), [self.plain], axis=-1)
         latent_BRC, key_BRO = jnp.split(self.kv_a(x_BRD), [self.latent], axis=-1)
         key_B1RO = rotate_pairs(key_BRO[:, None], *cos_sin)
-        kept_latents, latents = slots.store(buffers[0], self.kv_a_norm(latent_BRC)[:, None])
-        kept_keys, keys = slots.store(buffers[1], key_B1RO)
+        kept_latents, latents = self.store(slots, buffers[0], self.kv_a_norm(latent_BRC)[:, None])
+        kept_keys, keys = self.store(slots, buffers[1], key_B1RO)
         # The rows are cast to the buffers' dtype, never a whole buffer to the rows'.
         turned_BNRO = rotate_pairs(q_BNRO, *cos_sin).astype(keys.dtype)
         scores_BNRS = jnp.einsum("bnro,bso->bnrs", turned_BNRO, keys[:, 0]).astype(jnp.float32)

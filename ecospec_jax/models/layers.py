@@ -8,12 +8,13 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from ecospec_jax.cache import Buffer, BufferShapes, RingSlots, Slots
+from ecospec_jax.cache import BUFFER_AXES, Buffer, BufferShapes, RingSlots, Slots
 from ecospec_jax.config import Eagle3Config, GptOssConfig, Qwen3MoeConfig
 from ecospec_jax.kernels import Fp8, Matrix, Plain, dense
 from ecospec_jax.models.matrices import MATRICES, Fp8Matrix, Mxfp4Matrix, Storage, parameter
 from ecospec_jax.models.rope import rotate
 from ecospec_jax.predictor_config import BackboneConfig
+from ecospec_jax.sharding import Placed
 
 
 def project(x: Float[Array, "... inputs"], matrix_OI: Matrix) -> Float[Array, "... outputs"]:
@@ -76,28 +77,39 @@ class RMSNorm(nnx.Module):
         return normed.astype(x.dtype) * self.weight[...]
 
 
-class Embedding(nnx.Module):
+class Embedding(Placed):
     """Token embedding `[vocab, hidden]`, also usable as a tied head."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
         """Rows are token ids.
 
-        Layouts do not know their name: XLA would gather a split table as a whole to look a single token up.
+        Layouts split its channels: of a table split by tokens, XLA would gather all to look a single one up.
         """
-        self.weight = parameter(rngs, (vocab_size, hidden_size), ("tokens", "embed"), dtype, scale=1.0)
+        self.weight = parameter(rngs, (vocab_size, hidden_size), ("tokens", "channels"), dtype, scale=1.0)
 
     def __call__(self, tokens: Int[Array, "..."]) -> Float[Array, "... hidden"]:
         """Looks up token ids."""
         # Without the barrier XLA on CPU converts the whole table from bf16 before the decoding loop.
         weight, tokens = lax.optimization_barrier((self.weight[...], tokens))
-        return jnp.take(weight, tokens, axis=0)
+        return self.whole(jnp.take(weight, tokens, axis=0))
 
     def logits(self, hidden: Float[Array, "... hidden"]) -> Float[Array, "... vocab"]:
         """The transposed map: the weight as a head."""
         return project(hidden, Plain(self.weight[...]))
 
 
-class Attention(nnx.Module):
+class CachedAttention(Placed):
+    """Attention over buffers that stay where the layout has them, whatever is computed from them."""
+
+    def store(
+        self, slots: Slots | RingSlots, buffer: Buffer, rows: Float[Array, "batch kv_heads rows channels"]
+    ) -> tuple[Buffer, Float[Array, "batch kv_heads slots channels"]]:
+        """`slots.store`."""
+        kept, seen = slots.store(buffer, self.pin(rows, BUFFER_AXES))
+        return self.pin(kept, BUFFER_AXES), self.pin(seen, BUFFER_AXES)
+
+
+class Attention(CachedAttention):
     """Grouped-query attention over a cache; optional per-head q/k RMSNorm before rope, biases, sinks.
 
     A sink is a logit of each head that takes part in the softmax and has no value: attention may go nowhere.
@@ -159,7 +171,10 @@ class Attention(nnx.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, *cos_sin), rotate(k, *cos_sin)
-        (kept_keys, keys), (kept_values, values) = slots.store(buffers[0], k), slots.store(buffers[1], v)
+        (kept_keys, keys), (kept_values, values) = (
+            self.store(slots, buffers[0], k),
+            self.store(slots, buffers[1], v),
+        )
 
         batch, _, rows, _ = q.shape
         groups = self.num_heads // self.num_kv_heads

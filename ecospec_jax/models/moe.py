@@ -14,7 +14,7 @@ from ecospec_jax.config import DeepseekV3Config, GptOssConfig, ModelConfig, Qwen
 from ecospec_jax.kernels import Activation, ExpertWeights, Plain, Swiglu, grouped_experts
 from ecospec_jax.models.layers import DenseMLP, Linear, project
 from ecospec_jax.models.matrices import MATRICES, Storage, parameter
-from ecospec_jax.sharding import Placement
+from ecospec_jax.sharding import Placed
 
 
 class SoftmaxRouter(nnx.Module):
@@ -170,7 +170,7 @@ class InterleavedExperts(nnx.Module):
         return self.arranged(lambda part: part[...])
 
 
-class MoELayer(nnx.Module):
+class MoELayer(Placed):
     """A router and its experts. Dead rows get expert id E, which no kernel reads."""
 
     def __init__(
@@ -180,12 +180,8 @@ class MoELayer(nnx.Module):
         activation: Activation = Swiglu(),
         shared: DenseMLP | None = None,
     ) -> None:
-        """Combines a family's router with its experts. They are on one device until `spread` says otherwise.
-
-        `shared` is an MLP that every row goes through beside its experts.
-        """
+        """Combines a family's router with its experts; every row goes through the MLP `shared` beside them."""
         self.router, self.experts, self.activation, self.shared = router, experts, activation, shared
-        self.placement: Placement | None = None
 
     def __call__(
         self, x_BRD: Float[Array, "batch rows hidden"], live_BR: Bool[Array, "batch rows"]
@@ -197,7 +193,7 @@ class MoELayer(nnx.Module):
         ids_TK = jnp.where(live_BR.reshape(-1, 1), ids_TK, self.experts.weights.count)
         y_TD = self.routed(x_TD, ids_TK, weights_TK)
         if self.shared is not None:
-            y_TD = y_TD + self.shared(x_TD)
+            y_TD = y_TD + self.whole(self.shared(x_TD))
         return y_TD.reshape(x_BRD.shape), ids_TK.reshape(batch, rows, -1)
 
     def routed(
@@ -209,10 +205,3 @@ class MoELayer(nnx.Module):
             return op(x_TD, ids_TK, weights_TK, experts)
         specs = self.experts.arranged(self.placement.spec_of)
         return self.placement.experts_apart(op, x_TD, ids_TK, weights_TK, experts, specs)
-
-
-def spread(module: nnx.Module, placement: Placement | None) -> None:
-    """Lets every expert layer of a module compute where its weights are."""
-    for _, node in nnx.iter_graph(module):
-        if isinstance(node, MoELayer):
-            node.placement = placement

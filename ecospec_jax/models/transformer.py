@@ -13,9 +13,10 @@ from ecospec_jax.models.layers import Attention, DenseMLP, Embedding, Linear, RM
 from ecospec_jax.models.moe import MoELayer
 from ecospec_jax.models.rope import cos_sin
 from ecospec_jax.models.target import TargetOutput, collect_output
+from ecospec_jax.sharding import Placed
 
 
-class DecoderLayer(nnx.Module):
+class DecoderLayer(Placed):
     """Attention, then experts or one MLP, each behind an RMSNorm and a residual connection."""
 
     def __init__(
@@ -39,17 +40,18 @@ class DecoderLayer(nnx.Module):
         live_BR: Bool[Array, "batch rows"],
     ) -> tuple[Float[Array, "batch rows hidden"], tuple[Buffer, Buffer], Int[Array, "batch rows k"] | None]:
         """Returns the new residual stream, the cache buffers, and the chosen experts (None in a dense layer)."""
-        mixed, buffers = self.attention(self.attention_norm(x_BRD), angles, buffers, slots)
-        x_BRD = x_BRD + mixed
+        mine_BRD = self.pin(self.whole(self.attention_norm(x_BRD)), ("batch", "rows", "embed"))
+        mixed_BRD, buffers = self.attention(mine_BRD, angles, buffers, slots)
+        x_BRD = x_BRD + self.whole(mixed_BRD)
         normed = self.mlp_norm(x_BRD)
         if self.moe is not None:
             y_BRD, ids_BRK = self.moe(normed, live_BR)
             return x_BRD + y_BRD, buffers, ids_BRK
         assert self.mlp is not None
-        return x_BRD + self.mlp(normed), buffers, None
+        return x_BRD + self.whole(self.mlp(normed)), buffers, None
 
 
-class Transformer(nnx.Module):
+class Transformer(Placed):
     """A target. Layers are unrolled: a scan would make XLA copy each layer's experts (docs/design.md 4)."""
 
     def __init__(
@@ -101,6 +103,7 @@ class Transformer(nnx.Module):
 
     def __call__(self, rows: Rows, cache: KVCache, boundaries: tuple[int, ...]) -> tuple[TargetOutput, KVCache]:
         """One forward pass of a block of rows; see `TargetOutput` for what comes out."""
+        rows = self.whole(rows)
         angles = cos_sin(self.config.rope, self.config.rotary_dim, rows.positions_BR)
         shared: dict[tuple[int | None, int], Slots | RingSlots] = {}
 
