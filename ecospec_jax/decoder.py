@@ -32,6 +32,7 @@ from ecospec_jax.predictor_checkpoint import load_predictors
 from ecospec_jax.profiling import StageProfiler
 from ecospec_jax.program import Program
 from ecospec_jax.sharding import Placement
+from ecospec_jax.stepping import step
 from ecospec_jax.tokenizer import Tokenizer
 
 Message = Mapping[str, str]
@@ -98,6 +99,7 @@ class Decoder:
         self._predictor_configs = {name: getattr(one, "config", None) for name, one in available.items()}
         self._predictors = {name: nnx.split(predictor) for name, predictor in available.items()}
         self._programs: dict[tuple[StepPlan, int], Program] = {}
+        self._profilers: dict[StepPlan, StageProfiler] = {}
         self._examine = jax.jit(partial(examine, self._target_split[0]))
 
     @staticmethod
@@ -286,29 +288,48 @@ class Decoder:
 
     def stage_milliseconds(
         self,
-        prompt: Prompt,
+        prompts: Sequence[Prompt],
         *,
         method: str | Method = "likelihood",
         spec: SpecConfig = SpecConfig(),
         sampling: SamplingConfig = SamplingConfig(),
-        batch_size: int = 1,
         steps: int = 20,
     ) -> dict[str, float]:
-        """Median milliseconds of each stage of a step, `batch_size` times the same prompt; see `profiling`."""
-        encoded = [self.encode(prompt)] * batch_size
-        program, weights = self.program(method, spec, sampling, ignore_eos=True, batch_size=batch_size)
-        room = self.target.config.max_positions - len(encoded[0])
+        """Median milliseconds of each stage of a step, the prompts as one batch; see `profiling`."""
+        program, weights, batch = self._staged_batch(prompts, method, spec, sampling, steps)
+        profiler = self._profilers.setdefault(program.plan, StageProfiler(program.plan))
+        return profiler.milliseconds(weights, batch.state, steps)
+
+    def compiled_step(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        method: str | Method = "likelihood",
+        spec: SpecConfig = SpecConfig(),
+        sampling: SamplingConfig = SamplingConfig(),
+    ) -> jax.stages.Compiled:
+        """One step for a batch of prompts as XLA has compiled it, for a look at its text and memory."""
+        program, weights, batch = self._staged_batch(prompts, method, spec, sampling, steps=1)
+        return jax.jit(partial(step, program.plan)).lower(weights, batch.state).compile()
+
+    def _staged_batch(
+        self, prompts: Sequence[Prompt], method: str | Method, spec: SpecConfig, sampling: SamplingConfig, steps: int
+    ) -> tuple[Program, Weights, Batch]:
+        """A batch with room for these steps and one more."""
+        encoded = [self.encode(prompt) for prompt in prompts]
+        program, weights = self.program(method, spec, sampling, ignore_eos=True, batch_size=len(encoded))
+        room = self.target.config.max_positions - max(len(ids) for ids in encoded)
         new_tokens = min(room, (steps + 1) * program.plan.spec.max_emitted + 1)
         batch = Batch(
             program,
             weights,
             encoded,
-            _seeds(0, batch_size),
+            _seeds(0, len(encoded)),
             max_new_tokens=new_tokens,
             capacity=self._capacity(encoded, new_tokens, program.plan),
-            batch_size=batch_size,
+            batch_size=len(encoded),
         )
-        return StageProfiler(program.plan).milliseconds(weights, batch.state, steps)
+        return program, weights, batch
 
     def routing(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
         """The experts the target chooses for every token of each sequence, `[T, L, K]` int32, best first."""

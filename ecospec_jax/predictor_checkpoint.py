@@ -91,6 +91,17 @@ def save_predictors(
     return manifest
 
 
+def read_predictor_manifest(folder: Path) -> PredictorManifest:
+    """What a folder of predictors says it holds; a wrong file is a `UserError`."""
+    file = folder / MANIFEST
+    with reported_as_user_error(f"{file}: cannot be read", OSError, ValueError):
+        values = json.loads(file.read_text())
+    manifest = from_json(PredictorManifest, values, str(file))
+    if manifest.format != FORMAT:
+        raise UserError(f"{file}: format {manifest.format} is not {FORMAT}; train the predictors again")
+    return manifest
+
+
 def load_predictors(
     folder: Path,
     target_hash: str,
@@ -101,12 +112,7 @@ def load_predictors(
     drafter_hash: str = "",
 ) -> dict[str, Predictor]:
     """Loads all predictors of a folder; they must have been made for this very target, and drafter if they read it."""
-    file = folder / MANIFEST
-    with reported_as_user_error(f"{file}: cannot be read", OSError, ValueError):
-        values = json.loads(file.read_text())
-    manifest = from_json(PredictorManifest, values, str(file))
-    if manifest.format != FORMAT:
-        raise UserError(f"{file}: format {manifest.format} is not {FORMAT}; train the predictors again")
+    file, manifest = folder / MANIFEST, read_predictor_manifest(folder)
     wanted = RoutingShape.of(target.config)
     for name, config in manifest.predictors.items():
         if config.routing != wanted:

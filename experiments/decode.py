@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TextIO
+from typing import Annotated, Any, TextIO
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,13 +16,14 @@ import tyro
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ecospec_jax import Decoder, Generation, SamplingConfig, SpecConfig, UserError
+from ecospec_jax import Decoder, Generation, SamplingConfig, UserError
 from ecospec_jax.cost import CostModel, byte_model, read_cost
 from ecospec_jax.errors import reported_as_user_error, run_command
 from ecospec_jax.methods import get_method
 from ecospec_jax.metrics import DecodeStats
 from ecospec_jax.presets import drafter_for, get_preset
 from experiments.environment import environment, last_level_cache_bytes
+from experiments.options import ModelOptions, TreeOptions
 from experiments.prompts import Prompt, read_prompts
 from experiments.report import Record, first_differences, write_report
 
@@ -31,25 +32,9 @@ CACHE_MULTIPLE = 10  # from here on few of the experts that a step reads are in 
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(ModelOptions, TreeOptions):
     """Decode prompts with several methods and compare them."""
 
-    target: Path | None = None
-    """Folder that `python -m convert` wrote."""
-    drafter: Path | None = None
-    """Take the drafter from this converted folder instead of the target's own."""
-    predictor: Path | None = None
-    """Folder of expert predictors that `python -m experiments.train_predictor` wrote."""
-    random_weights: str | None = None
-    """Instead of a target: random weights of this published shape, e.g. qwen3-30b-a3b; text becomes UTF-8 bytes."""
-    layers: int | None = None
-    """With random weights: number of layers."""
-    cost: Path | None = None
-    """Cost model that `python -m experiments.fit_cost` wrote, for methods that weigh costs (rate, rate-table); without
-    it they weigh bytes."""
-    pad_ffn: int = 0
-    """Memory-bound mode: hidden units to add to every expert without changing its output, so that no cache holds the
-    experts."""
     prompts: Path | None = None
     """Prompt file, one JSON object a line: {"id", "turns": [..], "answer"?}."""
     text: str | None = None
@@ -65,8 +50,6 @@ class Settings:
     """Nucleus sampling; 1 keeps all tokens."""
     top_k: int = 0
     """Keep the k likeliest tokens; 0 keeps all."""
-    seed: int = 0
-    """Seed of sampling; each prompt draws from its own stream."""
     max_new_tokens: int = 128
     """Most tokens of an answer."""
     stop: tuple[str, ...] = ()
@@ -75,35 +58,10 @@ class Settings:
     """Go on after the end-of-sequence token."""
     batch_size: int = 1
     """Prompts decoded together."""
-    depth: int = SpecConfig.depth
-    """Token levels of the candidate tree."""
-    branch: int = SpecConfig.branch
-    """Children of each expanded node."""
-    budget: int = SpecConfig.budget
-    """Candidate nodes verified beside the root."""
-    eps: float = SpecConfig.eps
-    """Cost-aware score: added to the count of new experts."""
-    buffer: Literal["empty", "root", "previous"] = SpecConfig.buffer
-    """Experts that count as paid for before any node is chosen."""
-    shared_buffer: bool = False
-    """One expert buffer for the whole batch instead of one a sequence."""
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"
-    """Compute dtype; auto is float32 on CPU and bfloat16 on accelerators."""
     out: Path = Path("results/decode")
     """Folder for results.jsonl, the Markdown table and the plots."""
     stream: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Show the text as it is committed."""
-
-    @property
-    def spec(self) -> SpecConfig:
-        return SpecConfig(
-            depth=self.depth,
-            branch=self.branch,
-            budget=self.budget,
-            eps=self.eps,
-            buffer=self.buffer,
-            shared_buffer=self.shared_buffer,
-        )
 
     @property
     def sampling(self) -> SamplingConfig:
@@ -122,7 +80,7 @@ class Settings:
         return json.loads(json.dumps(dataclasses.asdict(self), default=str))
 
 
-def load_decoder(settings: Settings) -> Decoder:
+def load_decoder(settings: ModelOptions) -> Decoder:
     decoder = _load_models(settings)
     if settings.cost is not None:
         decoder.cost = read_cost(settings.cost)
@@ -132,7 +90,7 @@ def load_decoder(settings: Settings) -> Decoder:
     return decoder
 
 
-def _load_models(settings: Settings) -> Decoder:
+def _load_models(settings: ModelOptions) -> Decoder:
     dtype = None if settings.dtype == "auto" else jnp.dtype(settings.dtype)
     if (settings.target is None) == (settings.random_weights is None):
         raise UserError("give either --target (a converted folder) or --random-weights (a published shape)")
@@ -281,7 +239,7 @@ def staged_milliseconds(
     return {
         method: [
             decoder.stage_milliseconds(
-                prompt, method=method, spec=settings.spec, sampling=settings.sampling, batch_size=settings.batch_size
+                [prompt] * settings.batch_size, method=method, spec=settings.spec, sampling=settings.sampling
             )
             for prompt in inputs
         ]

@@ -1,9 +1,10 @@
-"""Medians, means and ratios of sums with bootstrap intervals."""
+"""Medians, means and ratios of sums with bootstrap intervals, and paired tests."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.stats import permutation_test
 
 RESAMPLES = 2000
 Values = Sequence[float] | np.ndarray
@@ -53,6 +54,21 @@ def difference_interval(tops: Values, bottoms: Values, other_bottoms: Values | N
     with np.errstate(invalid="ignore", divide="ignore"):
         low, high = np.percentile(figure(draws), [2.5, 97.5])
         return Interval(float(figure(np.arange(len(tops)))), float(low), float(high))
+
+
+def paired_p(mine: Values, theirs: Values) -> float:
+    """Two-sided p of no difference in the mean: signs of the pairs' differences are flipped, all ways or 9999 drawn.
+
+    Pairs with an undefined value do not count; nan where none is left.
+    """
+    difference = np.asarray(mine, np.float64) - np.asarray(theirs, np.float64)
+    difference = difference[np.isfinite(difference)]
+    if difference.size == 0:
+        return float("nan")
+    if difference.size == 1:  # both signs are equally far from 0
+        return 1.0
+    found = permutation_test((difference,), np.mean, permutation_type="samples", rng=np.random.default_rng(0))
+    return float(found.pvalue)
 
 
 def _interval(values: Sequence[float], middle: Callable[..., np.ndarray]) -> Interval:

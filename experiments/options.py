@@ -1,8 +1,65 @@
-"""Checks of options that several jobs share."""
+"""Options that several jobs share, and checks of them."""
 
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
-from ecospec_jax import UserError
+from ecospec_jax import SpecConfig, UserError
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """What decodes."""
+
+    target: Path | None = None
+    """Folder that `python -m convert` wrote."""
+    drafter: Path | None = None
+    """Take the drafter from this converted folder instead of the target's own."""
+    predictor: Path | None = None
+    """Folder of expert predictors that `python -m experiments.train_predictor` wrote."""
+    random_weights: str | None = None
+    """Instead of a target: random weights of this published shape, e.g. qwen3-30b-a3b; text becomes UTF-8 bytes."""
+    layers: int | None = None
+    """With random weights: number of layers."""
+    cost: Path | None = None
+    """Cost model that `python -m experiments.fit_cost` wrote, for methods that weigh costs (rate, rate-table); without
+    it they weigh bytes."""
+    pad_ffn: int = 0
+    """Memory-bound mode: hidden units to add to every expert without changing its output, so that no cache holds the
+    experts."""
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"
+    """Compute dtype; auto is float32 on CPU and bfloat16 on accelerators."""
+    seed: int = 0
+    """Seed of sampling and of random weights; each prompt draws from its own stream."""
+
+
+@dataclass(frozen=True)
+class TreeOptions:
+    """Trees, and what the cost-aware score takes as paid for."""
+
+    depth: int = SpecConfig.depth
+    """Token levels of the candidate tree."""
+    branch: int = SpecConfig.branch
+    """Children of each expanded node."""
+    budget: int = SpecConfig.budget
+    """Candidate nodes verified beside the root."""
+    eps: float = SpecConfig.eps
+    """Cost-aware score: added to the count of new experts."""
+    buffer: Literal["empty", "root", "previous"] = SpecConfig.buffer
+    """Experts that count as paid for before any node is chosen."""
+    shared_buffer: bool = False
+    """One expert buffer for the whole batch instead of one a sequence."""
+
+    @property
+    def spec(self) -> SpecConfig:
+        return SpecConfig(
+            depth=self.depth,
+            branch=self.branch,
+            budget=self.budget,
+            eps=self.eps,
+            buffer=self.buffer,
+            shared_buffer=self.shared_buffer,
+        )
 
 
 def require_positive(settings: Any, *names: str) -> None:

@@ -22,6 +22,7 @@ from ecospec_jax.cost import byte_model
 from ecospec_jax.errors import reported_as_user_error, run_command
 from ecospec_jax.methods import get_method
 from experiments.environment import environment
+from experiments.harness import finished_lines
 from experiments.options import require_positive
 from experiments.plots import plt, save_figure
 from experiments.prompts import Prompt, read_prompts
@@ -147,17 +148,12 @@ def read_done(file: Path, common: dict[str, Any]) -> dict[str, dict[str, Any]]:
         return {}
     done = {}
     with reported_as_user_error(f"{file}: cannot be read", OSError, ValueError, KeyError):
-        text = file.read_text()
-        whole = text[: text.rfind("\n") + 1]
-        for line in whole.splitlines():
-            values = json.loads(line)
+        for values in finished_lines(file):
             if values["common"] != common:
                 raise UserError(
                     f"{file}: holds a sweep of another target, predictor, prompt set or version; choose another --out"
                 )
             done[values["key"]] = values["row"]
-    if whole != text:
-        write_text(file, whole)
     return done
 
 
