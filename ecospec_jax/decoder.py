@@ -32,7 +32,7 @@ from ecospec_jax.predictor_checkpoint import load_predictors
 from ecospec_jax.profiling import StageProfiler
 from ecospec_jax.program import Program
 from ecospec_jax.sharding import Placement
-from ecospec_jax.stepping import step
+from ecospec_jax.stepping import drafting_step, fixed_step
 from ecospec_jax.tokenizer import Tokenizer
 
 Message = Mapping[str, str]
@@ -308,8 +308,9 @@ class Decoder:
         spec: SpecConfig = SpecConfig(),
         sampling: SamplingConfig = SamplingConfig(),
     ) -> jax.stages.Compiled:
-        """One step for a batch of prompts as XLA has compiled it, for a look at its text and memory."""
+        """One step that drafts for a batch of prompts, as XLA has compiled it, for a look at its text and memory."""
         program, weights, batch = self._staged_batch(prompts, method, spec, sampling, steps=1)
+        step = drafting_step if program.plan.adaptive else fixed_step
         return jax.jit(partial(step, program.plan)).lower(weights, batch.state).compile()
 
     def _staged_batch(
