@@ -4,6 +4,7 @@
         --predictor checkpoints/tiny-qwen3-moe/predictor --text demo=experiments/prompts/demo.jsonl
 
 Each text is of one kind: prompts held out of training, a data set that was left out, another language, longer answers.
+Probabilities, where a predictor gives any, are judged on the traces of `--traces` (`predictor_reliability.py`).
 A prompt file is recorded first (`experiments.recording`); a folder of recordings is taken as it is. Rows are the root
 and every candidate node of every position of an answer. Intervals are 95 % bootstrap intervals over prompts.
 """
@@ -39,6 +40,7 @@ from experiments.predictor_metrics import (
     marginal_counts,
     rank_correlation,
 )
+from experiments.predictor_reliability import Trust, judge_reliability, reliability_table, write_reliability
 from experiments.recording import Header, Recording, named_predictors
 from experiments.replay_costs import OWN, cost_model
 from experiments.tables import markdown_table, notes, write_text
@@ -67,8 +69,15 @@ class Settings:
     """Of the cost-aware score whose order is compared with the oracle's."""
     repeats: int = 50
     """Timed predictions of each predictor."""
+    traces: Path | None = None
+    """Folder that `python -m experiments.collect_traces` wrote: judge probabilities too, on its held-out prompts."""
+    held_out: float = 0.2
+    """Share of the traces' prompts that was held out when the predictors were trained; 1 if none took part."""
+    seed: int = 0
+    """Seed of that training, which says which prompts these are."""
     out: Path = Path("results/predictors")
-    """Folder for predictors.jsonl, predictors.md, predictors.png and the recordings that are made."""
+    """Folder for predictors.jsonl, predictors.md, predictors.png, the recordings that are made, and with --traces
+    calibration.jsonl and calibration.png."""
 
 
 @dataclass(frozen=True)
@@ -261,9 +270,15 @@ def run(settings: Settings) -> None:
     require_positive(settings, "repeats", "limit", "max_new_tokens")
     if settings.eps <= 0:
         raise UserError(f"--eps {settings.eps} is not positive")
+    if not 0 < settings.held_out <= 1:
+        raise UserError(f"--held-out {settings.held_out} is not in 0..1")
     paths_of(settings)  # refuses what cannot be before models are loaded
     decoder = Decoder.load(settings.target)
     predictors = named_predictors(settings.predictor, decoder)
+    trusted: dict[str, Trust] = {}
+    if settings.traces is not None:
+        share, seed = settings.held_out, settings.seed
+        trusted = judge_reliability(predictors, decoder, settings.traces, held_out=share, seed=seed)
     recordings = load(settings, decoder, predictors)
     header = next(iter(recordings.values())).header
     times = {name: 1e3 * seconds(one, header, settings.repeats) for name, one in predictors.items()}
@@ -286,14 +301,17 @@ def run(settings: Settings) -> None:
         json.dumps(asdict(one) | {"megabytes": megabytes[one.predictor], "milliseconds": times[one.predictor]})
         for one in judged
     ]
+    tables = [markdown_table(HEADER, cells), layer_table(judged)]
+    if trusted:
+        tables.append(reliability_table(trusted, header.routing))
+    written = ["predictors.jsonl", "predictors.md", "predictors.png"]
     with reported_as_user_error(f"{settings.out}: cannot be written", OSError):
         write_text(settings.out / "predictors.jsonl", "\n".join(lines) + "\n")
-        write_text(
-            settings.out / "predictors.md",
-            "\n".join([markdown_table(HEADER, cells), layer_table(judged), notes(about), ""]),
-        )
+        write_text(settings.out / "predictors.md", "\n".join([*tables, notes(about), ""]))
         plot(settings.out / "predictors.png", judged)
-    console.print(f"written to {settings.out}: predictors.jsonl, predictors.md, predictors.png", soft_wrap=True)
+        if trusted:
+            written += write_reliability(settings.out, trusted)
+    console.print(f"written to {settings.out}: {', '.join(written)}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ token's experts. An interrupted training resumes exactly where its last checkpoi
 """
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,7 @@ from ecospec_jax.training.tables import (
     pair_scores,
     token_scores,
 )
-from ecospec_jax.training.traces import StateShape, read_manifest
+from ecospec_jax.training.traces import StateShape, TraceManifest, read_manifest_of
 from ecospec_jax.training.trainer import Trainer
 from experiments.options import require_positive
 from experiments.resuming import Patience, open_training, train, training_folder
@@ -142,9 +142,7 @@ class Settings:
 
 def open_corpus(settings: Settings, decoder: Decoder) -> Corpus:
     """Traces of this very target."""
-    manifest = read_manifest(settings.traces)
-    if manifest.target_hash != decoder.target_hash:
-        raise UserError(f"{settings.traces}: traces of another target (hash {manifest.target_hash[:12]})")
+    manifest = read_manifest_of(settings.traces, decoder.target_hash)
     return Corpus(settings.traces, manifest, settings.held_out, settings.leave_out, settings.seed)
 
 
@@ -322,15 +320,15 @@ def check(settings: Settings) -> None:
     data_parallel(settings.devices)  # refuses more than there are
 
 
-def check_states(settings: Settings, decoder: Decoder, corpus: Corpus) -> None:
+def check_states(kinds: Iterable[str], decoder: Decoder, traces: Path, manifest: TraceManifest) -> None:
     """Predictors that read the drafter's states need traces that hold them, of this drafter."""
-    states = corpus.manifest.states
-    for name in settings.predictors:
+    states = manifest.states
+    for name in kinds:
         if name in TRAINED and TRAINED[name].reads_states:
             if states is None:
-                raise UserError(f"{settings.traces}: no drafter's states, which '{name}' needs; collect them with them")
+                raise UserError(f"{traces}: no drafter's states, which '{name}' needs; collect them with them")
             if states.drafter_hash != decoder.drafter_hash:
-                raise UserError(f"{settings.traces}: states of another drafter (hash {states.drafter_hash[:12]})")
+                raise UserError(f"{traces}: states of another drafter (hash {states.drafter_hash[:12]})")
 
 
 def run(settings: Settings) -> None:
@@ -340,7 +338,7 @@ def run(settings: Settings) -> None:
         raise UserError(f"{settings.out}: already exists; remove it or choose another name")
     decoder = Decoder.load(settings.target)
     corpus = open_corpus(settings, decoder)
-    check_states(settings, decoder, corpus)
+    check_states(settings.predictors, decoder, settings.traces, corpus.manifest)
     counted, tokens = count_tables(settings, decoder, corpus)
     untrained = {name: make_model(settings, name, decoder, corpus) for name in settings.predictors if name in TRAINED}
     open_training(training_folder(settings.out), recipe(settings, decoder, corpus))

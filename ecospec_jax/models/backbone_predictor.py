@@ -3,6 +3,7 @@
 Its bridge (`config.Bridge`) says how the transformer, the backbone, reads the tokens of the target.
 """
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
@@ -62,3 +63,10 @@ class BackbonePredictor(nnx.Module):
         assert cache is not None
         logits_BRLE, cache = self.logits(rows, cache)
         return top_experts(logits_BRLE, self.config.routing), cache
+
+    def probabilities(
+        self, rows: Rows, cache: KVCache | None, evidence: Evidence
+    ) -> Float[Array, "batch rows layers experts"]:
+        """It is trained on each expert apart."""
+        assert cache is not None
+        return jax.nn.sigmoid(self.logits(rows, cache)[0])

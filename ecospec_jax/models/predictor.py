@@ -6,7 +6,7 @@ The prediction for a token is the routing the target makes while processing that
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import nnx
@@ -47,6 +47,17 @@ class Predictor(Protocol):
 
     def __call__(self, rows: Rows, cache: KVCache | None, evidence: Evidence) -> tuple[ExpertSets, KVCache | None]:
         """Expert sets of each row, and the cache with the rows written behind the committed ones."""
+        ...
+
+
+@runtime_checkable
+class ProbabilisticPredictor(Predictor, Protocol):
+    """One that also says how sure it is; sets are all that decoding needs, so this is for judging alone."""
+
+    def probabilities(
+        self, rows: Rows, cache: KVCache | None, evidence: Evidence
+    ) -> Float[Array, "batch rows layers experts"]:
+        """Of each expert to be among the k that the target chooses; float32."""
         ...
 
 

@@ -38,7 +38,27 @@ class NodeFeatures(nnx.Module):
         return jax.nn.silu(self.join(jnp.concatenate(parts, axis=-1)))
 
 
-class DrafterFeatures(Stateless):
+class StatePredictor(Stateless):
+    """Its logits are trained as those of a softmax that each of the k choices is drawn from (`training/states.py`)."""
+
+    config: DrafterFeaturesConfig | TargetGatesConfig
+
+    def logits(
+        self, tokens: Int[Array, "..."], states: Float[Array, "... state"]
+    ) -> Float[Array, "... layers experts"]:
+        """One logit per layer and expert, float32."""
+        raise NotImplementedError
+
+    def probabilities(
+        self, rows: Rows, cache: KVCache | None, evidence: Evidence
+    ) -> Float[Array, "batch rows layers experts"]:
+        """The expected number of times that an expert is chosen, which is once at most."""
+        assert evidence.states_BRH is not None
+        shares_BRLE = jax.nn.softmax(self.logits(rows.tokens_BR, evidence.states_BRH), axis=-1)
+        return jnp.minimum(self.config.routing.k * shares_BRLE, 1.0)
+
+
+class DrafterFeatures(StatePredictor):
     """Low-rank heads: one linear map from the node's vector to all experts of all layers."""
 
     def __init__(self, config: DrafterFeaturesConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:
@@ -61,7 +81,7 @@ class DrafterFeatures(Stateless):
         return top_experts(self.logits(rows.tokens_BR, evidence.states_BRH), self.config.routing), cache
 
 
-class TargetGates(Stateless):
+class TargetGates(StatePredictor):
     """The target's own routers, applied to a guess of the vector that each of them will see."""
 
     def __init__(self, config: TargetGatesConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs) -> None:

@@ -45,7 +45,7 @@ def overlaps(
 ) -> dict[str, Overlap]:
     """What each judge counts, in one pass of blocks of `size` traces that are cut after `length` tokens."""
     found = {name: Overlap(np.zeros(routing.layers, np.int64), 0) for name in judges}
-    for part in _groups(traces, size):
+    for part in groups(traces, size):
         examples = pack(part, length, routing)
         for name, judge in judges.items():
             hits_L, tokens = judge(examples)
@@ -54,7 +54,8 @@ def overlaps(
     return found
 
 
-def _groups(items: Iterable[ItemT], size: int) -> Iterator[list[ItemT]]:
+def groups(items: Iterable[ItemT], size: int) -> Iterator[list[ItemT]]:
+    """Lists of `size`, the last of what is left."""
     remaining = iter(items)
     while group := list(islice(remaining, size)):
         yield group
@@ -79,18 +80,24 @@ def top_k_overlap(
     return overlaps(judges, traces, size=size, length=length, routing=routing)["model"].share(routing.k)
 
 
-@partial(nnx.jit, static_argnames=("routing", "first"))
-def _predicted(predictor: Any, examples: Examples, *, routing: RoutingShape, first: int) -> Counts:
-    batch, length = examples.tokens_BT.shape
+def evidence_of(examples: Examples, routing: RoutingShape) -> Evidence:
+    """What traces show a predictor at each token: the token before it, and the drafter's state at the first step."""
 
     def route(_: Any) -> ExpertSets:
         raise NotImplementedError("the target is not at hand")
 
-    counted_BT = examples.live_BT & (jnp.arange(length) >= first)
-    true_BTLW = jnp.where(counted_BT[..., None, None], _true(examples, routing), jnp.uint32(0))
+    last_BLW = jnp.zeros((len(examples.tokens_BT), routing.layers, expert_bits.words(routing.experts)), jnp.uint32)
     before_BT = jnp.pad(examples.tokens_BT[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     states_BTH = None if examples.states_BTSH is None else examples.states_BTSH[:, :, 0]
-    evidence = Evidence(jnp.zeros_like(true_BTLW[:, 0]), route, before_BT, states_BTH)
+    return Evidence(last_BLW, route, before_BT, states_BTH)
+
+
+@partial(nnx.jit, static_argnames=("routing", "first"))
+def _predicted(predictor: Any, examples: Examples, *, routing: RoutingShape, first: int) -> Counts:
+    batch, length = examples.tokens_BT.shape
+    counted_BT = examples.live_BT & (jnp.arange(length) >= first)
+    true_BTLW = jnp.where(counted_BT[..., None, None], _true(examples, routing), jnp.uint32(0))
+    evidence = evidence_of(examples, routing)
     predicted_BTLW, _ = predictor(rows_of(examples), predictor.empty_cache(batch, length), evidence)
     return jnp.sum(expert_bits.count(predicted_BTLW & true_BTLW), axis=(0, 1)), jnp.sum(counted_BT)
 

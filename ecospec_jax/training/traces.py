@@ -138,6 +138,14 @@ def read_manifest(folder: Path) -> TraceManifest:
     return from_json(TraceManifest, values, str(file))
 
 
+def read_manifest_of(folder: Path, target_hash: str) -> TraceManifest:
+    """The same, of traces that must be this very target's."""
+    manifest = read_manifest(folder)
+    if manifest.target_hash != target_hash:
+        raise UserError(f"{folder}: traces of another target (hash {manifest.target_hash[:12]})")
+    return manifest
+
+
 def write_manifest(folder: Path, manifest: TraceManifest) -> None:
     """Writes `manifest.json` at once and complete."""
     new = folder / f"{MANIFEST}.new"

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from scipy.stats import spearmanr
 
+from ecospec_jax.training.traces import FORMAT, Trace, TraceManifest, write_manifest, write_shard
 from ecospec_jax.tree import build_tree
 from experiments import eval_predictor
 from experiments.predictor_metrics import agreement, by_prompt, marginal_counts, rank_correlation
 from experiments.recording import Recording, read_recordings, write_recording
 from tests.complaints import complaint
 from tests.made_up_recording import ROUTING, made_up
-from tests.tiny_predictors import sets_of, write_converted, write_predictors
+from tests.tiny_predictors import ROUTING as TARGET_ROUTING
+from tests.tiny_predictors import TARGET, random_ids, sets_of, write_converted, write_predictors
 
 
 def path_of(recording: Recording, position: int, node: int) -> list[int]:
@@ -98,13 +100,31 @@ def test_judgement() -> None:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> tuple[Path, Path]:
-    """A converted target with predictors, and a prompt file."""
+    """A converted target with predictors, a prompt file and made-up traces."""
     folder = tmp_path_factory.mktemp("models")
     _, target_hash = write_converted(folder / "target")
     write_predictors(folder / "predictors", target_hash)
     lines = [json.dumps({"id": name, "turns": [name]}) + "\n" for name in ("abc", "hello", "no")]
     (folder / "prompts.jsonl").write_text("".join(lines))
     return folder / "target", folder / "predictors"
+
+
+def write_some_traces(folder: Path, target_hash: str) -> Path:
+    """Made up, of the fixture's target."""
+    folder.mkdir()
+    manifest = TraceManifest(FORMAT, target_hash, TARGET.vocab_size, TARGET_ROUTING, None, {})
+    traces = [
+        Trace(
+            "one",
+            name,
+            1,
+            np.arange(length, dtype=np.int32),
+            random_ids((length, TARGET_ROUTING.layers), TARGET_ROUTING, 5),
+        )
+        for name, length in (("a", 5), ("b", 8))
+    ]
+    write_manifest(folder, replace(manifest, shards=(write_shard(folder, manifest, traces),)))
+    return folder
 
 
 def settings(models: tuple[Path, Path], out: Path, *text: str, **changes) -> eval_predictor.Settings:
@@ -132,6 +152,14 @@ def test_command(models: tuple[Path, Path], tmp_path: Path) -> None:
     assert "| one | token_table |" in (out / "predictors.md").read_text()
     assert (out / "predictors.png").read_bytes()[:4] == b"\x89PNG"
 
+    traces = write_some_traces(tmp_path / "traces", read_recordings([made / "recording-0000.npz"]).header.target_hash)
+    eval_predictor.run(settings(models, tmp_path / "sure", f"one={made}", traces=traces, held_out=1.0))
+    (line,) = (tmp_path / "sure/calibration.jsonl").read_text().splitlines()
+    (row,) = (row for row in (tmp_path / "sure/predictors.md").read_text().splitlines() if row.endswith("| 13 |"))
+    assert json.loads(line)["predictor"] == "backbone"
+    assert row.startswith(f"| backbone | {json.loads(line)['every']['error']:.4f} |")
+    assert (tmp_path / "sure/calibration.png").exists() and not (out / "calibration.png").exists()
+
     other = Path(shutil.copytree(models[1], tmp_path / "again"))
     both = replace(settings(models, tmp_path / "both", f"one={prompts}"), predictor=(models[1], other))
     eval_predictor.run(both)
@@ -151,6 +179,7 @@ def test_bad_input(models: tuple[Path, Path], tmp_path: Path, capsys) -> None:
     assert "--text names no text" in refused()
     prompts = models[0].parent / "prompts.jsonl"
     assert "two are called 'a'" in refused(f"a={prompts}", f"a={prompts}")
+    assert "--held-out 0.0 is not in 0..1" in refused(f"a={prompts}", held_out=0.0)
     assert "--eps 0.0 is not positive" in refused(f"a={prompts}", eps=0.0)
     write_recording(tmp_path / "made/recording-0000.npz", made_up())
     assert f"{tmp_path / 'made'}: was recorded with another target" in refused(f"a={tmp_path / 'made'}")

@@ -70,6 +70,8 @@ def test_call_names_the_best_k_of_each_layer() -> None:
         best = np.argsort(-logits_BRLE[b, row], axis=-1)[:, : ROUTING.k]
         assert sets_of(sets_BRLW[b, row]) == {(layer, e) for layer in range(ROUTING.layers) for e in best[layer]}
     assert all(np.asarray(keys)[:, :, :NODES].any() for keys in after.keys)
+    chances = nnx.jit(lambda model, rows, cache: model.probabilities(rows, cache, evidence))(model, rows, cache)
+    assert_close(np.asarray(chances), 1 / (1 + np.exp(-logits_BRLE)), what="probabilities")
 
 
 def test_ties_go_to_the_lower_id() -> None:

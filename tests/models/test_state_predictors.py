@@ -116,6 +116,12 @@ def judged(model, tokens=TOKENS, states=STATES) -> np.ndarray:
     return np.asarray(call(model, rows, states))
 
 
+def probabilities(model) -> np.ndarray:
+    """The probabilities that a predictor gives."""
+    evidence = Evidence(jnp.zeros((2, 1, 1), jnp.uint32), lambda rows: NOTHING, TOKENS, STATES)
+    return np.asarray(model.probabilities(causal_rows(np.asarray(TOKENS)), None, evidence))
+
+
 def features_by_hand(model, token: int, state: np.ndarray) -> np.ndarray:
     """The vector of one node, in float64."""
     values = {path: np.asarray(v.get_value(), np.float64) for path, v in parameters(model).items()}
@@ -137,12 +143,17 @@ def test_drafter_features() -> None:
     """The best k of each layer by the formula."""
     config = DrafterFeaturesConfig(TARGET.vocab_size, TARGET.hidden_size, STATE, 9, "", ROUTING)
     model = tiny.randomised(lambda: DrafterFeatures(config, dtype=F32, rngs=nnx.Rngs(0)), 1)
+    model.heads.weight.set_value(4 * model.heads.weight[...])  # so that some probabilities reach 1
     weight, bias = np.asarray(model.heads.weight[...]), np.asarray(model.heads.bias[...])
-    sets = judged(model)
+    sets, chances = judged(model), probabilities(model)
     for b, row in np.ndindex(*TOKENS.shape):
         scores = weight @ features_by_hand(model, int(TOKENS[b, row]), np.asarray(STATES[b, row])) + bias
         best = np.argsort(-scores.reshape(ROUTING.layers, ROUTING.experts))[:, : ROUTING.k]
         assert sets_of(sets[b, row]) == {(layer, int(e)) for layer in range(ROUTING.layers) for e in best[layer]}
+        powers = np.exp(scores).reshape(ROUTING.layers, ROUTING.experts)
+        wanted = np.minimum(ROUTING.k * powers / powers.sum(axis=1, keepdims=True), 1)
+        assert_close(chances[b, row], wanted, what="probabilities")
+    assert chances.max() == 1 > chances.min()
 
 
 @pytest.mark.parametrize("target_config", [tiny.TARGET, tiny.GPT_OSS, tiny.DEEPSEEK], ids=lambda c: c.family)
