@@ -274,6 +274,8 @@ class Placed(nnx.Module):
 
 def spread(module: nnx.Module, placement: Placement | None) -> None:
     """Lets every part of a module compute where its weights are."""
+    if placement is None:
+        return  # as modules are built
     for _, node in nnx.iter_graph(module):
         if isinstance(node, Placed):
             node.placement = placement

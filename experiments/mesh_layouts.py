@@ -235,6 +235,7 @@ def read_finished(file: Path) -> dict[Case, Compiled | str]:
 
 
 def run(settings: Settings) -> None:
+    jax.config.update("jax_platforms", "cpu")  # the compilers are plugins that would look for their devices
     console = Console()
     if min(settings.rows, default=0) < 1:
         raise UserError("--rows needs positive numbers")
