@@ -418,7 +418,7 @@ class SpecConfig:
     buffer: Literal["empty", "root", "previous"] = "previous"
     shared_buffer: bool = False
     device_experts: int | None = None
-    probe_every: int = 256
+    probe_every: int = 128
     row_counts: tuple[int, ...] = (1,)
 
     def __post_init__(self) -> None:
