@@ -1,5 +1,8 @@
 PYTHON ?= python3
 TARGET ?= tiny-qwen3-moe
+EXPERIMENTS := main_table latency batch_scaling scattering routing ablation memory_bound correctness
+RUNS := results/experiments/$(TARGET)
+PAGES := experiments/results/quick/$(TARGET)
 
 # An MTP module is a layer of its target's checkpoint.
 DRAFTER := $(firstword $(wildcard checkpoints/$(TARGET)/drafter) checkpoints/$(TARGET)/target)
@@ -7,13 +10,23 @@ DRAFTER := $(firstword $(wildcard checkpoints/$(TARGET)/drafter) checkpoints/$(T
 VENV_PYTHON := .venv/bin/python
 PIP_INSTALL := $(VENV_PYTHON) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-aot lint clean
+.PHONY: demo experiments test test-aot lint clean
 .DELETE_ON_ERROR:
 
 # Convert the bundled checkpoint once, then compare the decoding methods on a few prompts.
 demo: .venv/.base converted/$(TARGET)/manifest.json
 	$(VENV_PYTHON) -m experiments.decode --target converted/$(TARGET) \
 	  --predictor checkpoints/$(TARGET)/predictor --prompts experiments/prompts/demo.jsonl --out results/demo
+
+# The paper's tables and figures, small: one after the other, so that none disturbs the times of another. A rerun continues.
+experiments: .venv/.base converted/$(TARGET)/manifest.json
+	@set -e; for name in $(EXPERIMENTS); do \
+	  $(VENV_PYTHON) -m experiments.$$name --quick --target converted/$(TARGET) \
+	    --predictor checkpoints/$(TARGET)/predictor --out $(RUNS)/$$name; \
+	  rm -rf $(PAGES)/$$name; mkdir -p $(PAGES)/$$name; \
+	  find $(RUNS)/$$name '(' -name '*.md' -o -name '*.png' ')' -exec cp {} $(PAGES)/$$name ';'; \
+	done
+	$(VENV_PYTHON) -m experiments.report $(EXPERIMENTS:%=$(RUNS)/%) --out $(RUNS)/report.html
 
 test: .venv/.test
 	$(VENV_PYTHON) -m pytest -n 2 -q
@@ -27,9 +40,9 @@ lint: .venv/.test
 	$(VENV_PYTHON) -m ruff format --check
 	$(VENV_PYTHON) -m pyright --pythonpath $(VENV_PYTHON)
 
-# Keeps results/ except the demo's.
+# Keeps results/ except those of demo and experiments.
 clean:
-	rm -rf .venv .venv-aot converted results/demo build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-aot converted results/demo results/experiments build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 converted/$(TARGET)/manifest.json: | .venv/.base

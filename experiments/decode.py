@@ -22,10 +22,10 @@ from ecospec_jax.errors import reported_as_user_error, run_command
 from ecospec_jax.methods import get_method
 from ecospec_jax.metrics import DecodeStats
 from ecospec_jax.presets import drafter_for, get_preset
+from experiments.decode_report import Record, first_differences, write_report
 from experiments.environment import environment, last_level_cache_bytes
 from experiments.options import ModelOptions, TreeOptions
 from experiments.prompts import Prompt, read_prompts
-from experiments.report import Record, first_differences, write_report
 
 STAGED_PROMPTS = 3
 CACHE_MULTIPLE = 10  # from here on few of the experts that a step reads are in the cache

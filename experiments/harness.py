@@ -235,20 +235,24 @@ def make_header(
     )
 
 
-def finished_lines(file: Path) -> list[Any]:
-    """Values of a file of JSON lines; a last line that an interruption cut off is dropped from the file."""
+def read_lines(file: Path) -> list[Any]:
+    """Values of a file of JSON lines; a last line that is not finished does not count."""
     with reported_as_user_error(f"{file}: cannot be read", OSError, ValueError):
         text = file.read_text(encoding="utf-8")
-        whole = text[: text.rfind("\n") + 1]
-        lines = [json.loads(line) for line in whole.splitlines()]
-    if whole != text:
-        write_text(file, whole)
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def finished_lines(file: Path) -> list[Any]:
+    """The same of a file about to be continued: what an interruption left of its last line is dropped from it."""
+    lines, text = read_lines(file), file.read_text(encoding="utf-8")
+    if not text.endswith("\n"):
+        write_text(file, text[: text.rfind("\n") + 1])
     return lines
 
 
 def read_results(file: Path) -> tuple[Header, list[Measurement]]:
-    """What an experiment wrote; a wrong file is a `UserError`."""
-    lines = finished_lines(file)
+    """What an experiment wrote, or has so far; a wrong file is a `UserError`."""
+    lines = read_lines(file)
     if not lines:
         raise UserError(f"{file}: holds no results")
     header = from_json(Header, lines[0], f"{file}: line 1")
@@ -292,6 +296,8 @@ def open_results(
 
 
 def write_markdown(path: Path, title: str, header: Header, sections: Sequence[str]) -> None:
-    """A page of tables, and what they were made with."""
+    """A page of tables, the plots that lie beside it, and what they were made with."""
     made_with = {**header.settings, "python": header.python, **header.versions, **header.machine}
-    write_text(path, "\n\n".join([f"# {title}", *(section.strip() for section in sections), notes(made_with)]) + "\n")
+    plots = [f"![{plot.stem}]({plot.name})" for plot in sorted(path.parent.glob("*.png"))]
+    texts = [f"# {title}", *(section.strip() for section in sections), *plots, notes(made_with)]
+    write_text(path, "\n\n".join(texts) + "\n")

@@ -67,7 +67,9 @@ def rerun(run: Callable[[Any], None], settings: Any) -> tuple[list[Measurement],
     first, lines = page.read_text(), (settings.out / "results.jsonl").read_text()
     run(settings)
     assert page.read_text() == first and (settings.out / "results.jsonl").read_text() == lines
-    assert list(settings.out.glob("*.png")) and "nan" not in first.split("\n- depth:")[0].replace("nan [nan, nan]", "")
+    plots = list(settings.out.glob("*.png"))
+    assert plots and all(f"]({plot.name})" in first for plot in plots)
+    assert "nan" not in first.split("\n- depth:")[0].replace("nan [nan, nan]", "")
     return read_results(settings.out / "results.jsonl")[1], first
 
 
