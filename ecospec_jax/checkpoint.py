@@ -8,7 +8,8 @@
     FOLDER/tokenizer/             as published
 
 Every piece's files are checked against the manifest before Orbax reads them, since Orbax casts dtypes silently, does
-not notice flipped bits, and reports a missing file at great length.
+not notice flipped bits, and reports a missing file at great length. Several processes check a piece each at a time, and
+then read what their own devices hold of every piece; the folder must be the same for all of them.
 """
 
 import hashlib
@@ -17,6 +18,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,6 +32,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxtyping import Array
 
 from ecospec_jax.config import STRICT, DrafterConfig, Eagle3Config, ModelConfig, MtpConfig, from_json, to_json
+from ecospec_jax.distributed import agree
 from ecospec_jax.errors import UserError, reported_as_user_error
 from ecospec_jax.models import abstract
 from ecospec_jax.models.drafter import Drafter
@@ -288,9 +291,14 @@ def restore(
         raise UserError(f"{folder / MANIFEST}: pieces and config disagree on '{min(unequal)}'")
     for name, variables in pieces.items():
         _check_record(f"{folder / MANIFEST}: piece '{name}'", records[name], variables)
-        _check_files(folder / name, records[name])
-        for path, value in _restore(folder / name, records[name], variables, placement).items():
-            variables[path].set_value(value.astype(variables[path].get_value().dtype))
+    names, processes, mine = list(pieces), jax.process_count(), jax.process_index()
+    for first in range(0, len(names), processes):  # checked just before Orbax reads them, while they are in memory
+        some = names[first : first + processes]
+        agree(partial(_check_files, folder, {name: records[name] for name in some[mine : mine + 1]}))
+        for name in some:
+            for path, value in _restore(folder / name, records[name], pieces[name], placement).items():
+                variable = pieces[name][path]
+                variable.set_value(value.astype(variable.get_value().dtype))
 
 
 def _check_record(where: str, record: PieceRecord, variables: Mapping[str, nnx.Variable]) -> None:
@@ -306,9 +314,9 @@ def _check_record(where: str, record: PieceRecord, variables: Mapping[str, nnx.V
             raise UserError(f"{where}: tensor {path} has dtype {tensor.dtype}, which is not {' or '.join(allowed)}")
 
 
-def _check_files(folder: Path, record: PieceRecord) -> None:
-    for name, expected in record.files.items():
-        file = folder / name
+def _check_files(folder: Path, records: Mapping[str, PieceRecord]) -> None:
+    recorded = {folder / piece / name: file for piece, record in records.items() for name, file in record.files.items()}
+    for file, expected in recorded.items():
         with reported_as_user_error(f"{file}: cannot be read", OSError):
             found = _file_record(file)
         if found != expected:

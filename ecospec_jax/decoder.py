@@ -100,7 +100,8 @@ class Decoder:
         self._predictors = {name: nnx.split(predictor) for name, predictor in available.items()}
         self._programs: dict[tuple[StepPlan, int], Program] = {}
         self._profilers: dict[StepPlan, StageProfiler] = {}
-        self._examine = jax.jit(partial(examine, self._target_split[0]))
+        everywhere = None if placement is None else placement.everywhere  # so that every process can read it
+        self._examine = jax.jit(partial(examine, self._target_split[0]), out_shardings=everywhere)
 
     @staticmethod
     def load(

@@ -170,10 +170,21 @@ class Placement:
 
     @staticmethod
     def create(layout: str, devices: list[Any] | None = None) -> "Placement":
-        """The named layout on the first of `devices` (default: this process's); too few are a `UserError`."""
+        """The named layout on the first of `devices` (default: those of all processes).
+
+        Raises:
+            UserError: there are too few, or so many that a process of this run would have nothing to do.
+        """
         table, found = Layout.named(layout), jax.devices() if devices is None else devices
         if table.devices > len(found):
             raise UserError(f"layout '{layout}' asks for {table.devices} devices; there are {len(found)}")
+        if devices is None:
+            processes = len({device.process_index for device in found[: table.devices]})
+            if processes < jax.process_count():
+                raise UserError(
+                    f"layout '{layout}' takes {table.devices} of {len(found)} devices, all of {processes} of the "
+                    f"{jax.process_count()} processes"
+                )
         grid = np.array(found[: table.devices]).reshape(table.expert, table.tensor)
         return Placement(Mesh(grid, (EXPERT, TENSOR)), table)
 

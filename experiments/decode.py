@@ -4,7 +4,9 @@ python -m experiments.decode --target converted/tiny-qwen3-moe --prompts experim
 """
 
 import dataclasses
+import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +20,15 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 
 from ecospec_jax import Decoder, Generation, SamplingConfig, UserError
 from ecospec_jax.cost import CostModel, byte_model, read_cost
+from ecospec_jax.distributed import is_first, require_same, run_as_one_of_several
 from ecospec_jax.errors import reported_as_user_error, run_command
 from ecospec_jax.methods import get_method
 from ecospec_jax.metrics import DecodeStats
 from ecospec_jax.presets import drafter_for, get_preset
+from ecospec_jax.sharding import Placement
 from experiments.decode_report import Record, first_differences, write_report
 from experiments.environment import environment, last_level_cache_bytes
-from experiments.options import ModelOptions, TreeOptions
+from experiments.options import ClusterOptions, ModelOptions, TreeOptions
 from experiments.prompts import Prompt, read_prompts
 
 STAGED_PROMPTS = 3
@@ -32,7 +36,7 @@ CACHE_MULTIPLE = 10  # from here on few of the experts that a step reads are in 
 
 
 @dataclass(frozen=True)
-class Settings(ModelOptions, TreeOptions):
+class Settings(ModelOptions, TreeOptions, ClusterOptions):
     """Decode prompts with several methods and compare them."""
 
     prompts: Path | None = None
@@ -94,6 +98,7 @@ def _load_models(settings: ModelOptions) -> Decoder:
     dtype = None if settings.dtype == "auto" else jnp.dtype(settings.dtype)
     if (settings.target is None) == (settings.random_weights is None):
         raise UserError("give either --target (a converted folder) or --random-weights (a published shape)")
+    placement = None if settings.layout is None else Placement.create(settings.layout)
     if settings.target is not None:
         if settings.layers is not None:
             raise UserError("--layers goes with --random-weights")
@@ -102,8 +107,11 @@ def _load_models(settings: ModelOptions) -> Decoder:
             drafter=settings.drafter,
             predictor=settings.predictor,
             dtype=dtype,
+            placement=placement,
             pad_ffn=settings.pad_ffn,
         )
+    if placement is not None:
+        raise UserError("--layout goes with --target")
     config = get_preset(str(settings.random_weights), settings.layers)
     return Decoder.with_random_weights(
         config, drafter_for(config), dtype=dtype, seed=settings.seed, pad_ffn=settings.pad_ffn
@@ -247,7 +255,15 @@ def staged_milliseconds(
     }
 
 
+def _digest(settings: Settings, prompts: list[Prompt]) -> str:
+    """Tells inputs of processes apart."""
+    alike = dataclasses.replace(settings, process_id=None, out=Settings.out)
+    return hashlib.sha256(repr((alike, prompts)).encode()).hexdigest()
+
+
 def open_results(out: Path) -> TextIO:
+    if not is_first():
+        return Path(os.devnull).open("w", encoding="utf-8")
     with reported_as_user_error(f"{out}: cannot be written", OSError):
         out.mkdir(parents=True, exist_ok=True)
         return (out / "results.jsonl").open("w", encoding="utf-8")
@@ -261,6 +277,8 @@ def run(settings: Settings) -> None:
         raise UserError(f"batch size must be at least 1, not {settings.batch_size}")
     names, spec, sampling = settings.method_names, settings.spec, settings.sampling
     prompts = load_prompts(settings)
+    if settings.distributed:
+        require_same("options and prompts", _digest(settings, prompts))
     decoder = load_decoder(settings)
     for name in names:  # refuses what is missing before anything is written
         decoder.program(name, spec, sampling, ignore_eos=settings.ignore_eos)
@@ -291,8 +309,20 @@ def run(settings: Settings) -> None:
             progress.update(task, advance=1, description=f"{record.method} {record.prompt}")
         progress.update(task, description="staged pass")
         stages = staged_milliseconds(decoder, settings, prompts)
-    write_report(settings.out, names, records, stages, near_ties(decoder, settings, prompts, records), common, console)
+    ties = near_ties(decoder, settings, prompts, records)
+    if is_first():
+        write_report(settings.out, names, records, stages, ties, common, console)
+
+
+def start(settings: Settings) -> None:
+    """Runs here, or as one of several processes."""
+    if settings.cluster is None:
+        run(settings)
+        return
+    if settings.layout is None:
+        raise UserError("--distributed needs --layout")
+    run_as_one_of_several(lambda: run(settings), settings.cluster)
 
 
 if __name__ == "__main__":
-    run_command(lambda: run(tyro.cli(Settings, description=__doc__)))
+    run_command(lambda: start(tyro.cli(Settings, description=__doc__)))

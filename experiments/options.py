@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from ecospec_jax import SpecConfig, UserError
+from ecospec_jax.distributed import Cluster
 
 
 @dataclass(frozen=True)
@@ -27,10 +30,37 @@ class ModelOptions:
     pad_ffn: int = 0
     """Memory-bound mode: hidden units to add to every expert without changing its output, so that no cache holds the
     experts."""
+    layout: str | None = None
+    """Mesh layout of the target, such as tp8, ep8, tp4ep2 or dp_attn+ep8; one device if not given."""
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"
     """Compute dtype; auto is float32 on CPU and bfloat16 on accelerators."""
     seed: int = 0
     """Seed of sampling and of random weights; each prompt draws from its own stream."""
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """Several processes."""
+
+    distributed: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """This is one of several processes, whose devices together serve the layout. All are started alike."""
+    coordinator: str | None = None
+    """HOST:PORT at which process 0 can be reached. Under Slurm and Open MPI this and the next two can be left out."""
+    processes: int | None = None
+    """Number of processes."""
+    process_id: int | None = None
+    """Which of them this is, from 0."""
+    connect_seconds: int = Cluster.connect_seconds
+    """How long each process waits for the others at the start."""
+
+    @property
+    def cluster(self) -> Cluster | None:
+        given = Cluster(self.coordinator, self.processes, self.process_id, self.connect_seconds)
+        if self.distributed:
+            return given
+        if given != Cluster():
+            raise UserError("--coordinator, --processes, --process-id and --connect-seconds go with --distributed")
+        return None
 
 
 @dataclass(frozen=True)
