@@ -1,6 +1,6 @@
 PYTHON ?= python3
 TARGET ?= tiny-qwen3-moe
-EXPERIMENTS := main_table latency batch_scaling scattering routing ablation memory_bound correctness
+EXPERIMENTS := main_table latency batch_scaling scattering
 RUNS := results/experiments/$(TARGET)
 PAGES := experiments/results/quick/$(TARGET)
 
