@@ -15,6 +15,8 @@ from ecospec_jax.decoding import DecodeState, StepPlan, Weights, once_if, prefil
 from ecospec_jax.sharding import Placement
 from ecospec_jax.stepping import drafting_step, fixed_step, plain_step
 
+Progress = tuple[Array, DecodeState]  # steps taken, and what they led to
+
 
 def state_shardings(placement: Placement, state: DecodeState) -> DecodeState:
     """Where a state belongs: the target's cache as the layout has it, everything else on every device."""
@@ -34,20 +36,18 @@ def decode_steps(plan: StepPlan, weights: Weights, state: DecodeState, steps: In
 
     An adaptive plan decides before each step whether to draft. Its plain steps have a loop of their own.
     """
-    Carry = tuple[Array, DecodeState]
-
-    def going(carry: Carry) -> Array:
+    def going(carry: Progress) -> Array:
         return (carry[0] < steps) & ~jnp.all(carry[1].finished_B)
 
-    def counted(step: Callable[[StepPlan, Weights, DecodeState], DecodeState]) -> Callable[[Carry], Carry]:
+    def counted(step: Callable[[StepPlan, Weights, DecodeState], DecodeState]) -> Callable[[Progress], Progress]:
         return lambda carry: (carry[0] + 1, settled(plan, step(plan, weights, carry[1])))
 
-    def plainly(carry: Carry) -> Array:
+    def plainly(carry: Progress) -> Array:
         adaptation = carry[1].adaptation
         assert adaptation is not None
         return going(carry) & ~adaptation.drafts(plan.spec)
 
-    def stretch(carry: Carry) -> Carry:
+    def stretch(carry: Progress) -> Progress:
         """Plain steps as long as drafting does not pay, then one that drafts."""
         carry = lax.while_loop(plainly, counted(plain_step), carry)
         return once_if(going(carry), counted(drafting_step), carry)
