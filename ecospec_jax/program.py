@@ -36,6 +36,7 @@ def decode_steps(plan: StepPlan, weights: Weights, state: DecodeState, steps: In
 
     An adaptive plan decides before each step whether to draft. Its plain steps have a loop of their own.
     """
+
     def going(carry: Progress) -> Array:
         return (carry[0] < steps) & ~jnp.all(carry[1].finished_B)
 
