@@ -298,8 +298,9 @@ class Decoder:
     ) -> dict[str, float]:
         """Median milliseconds of each stage of a step, the prompts as one batch; see `profiling`."""
         program, weights, batch = self._staged_batch(prompts, method, spec, sampling, steps)
-        profiler = self._profilers.setdefault(program.plan, StageProfiler(program.plan))
-        return profiler.milliseconds(weights, batch.state, steps)
+        if program.plan not in self._profilers:
+            self._profilers[program.plan] = StageProfiler(program.plan)
+        return self._profilers[program.plan].milliseconds(weights, batch.state, steps)
 
     def compiled_step(
         self,

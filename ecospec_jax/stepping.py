@@ -18,7 +18,7 @@ from ecospec_jax.decoding import (
     once_if,
     verify,
 )
-from ecospec_jax.tree import CandidateTree, Selection, empty_tree
+from ecospec_jax.tree import CandidateTree, empty_tree, whole_pool
 from ecospec_jax.verification import accept_path
 
 
@@ -49,9 +49,8 @@ def drafting_step(plan: StepPlan, weights: Weights, state: DecodeState) -> Decod
 
 def plain_step(plan: StepPlan, weights: Weights, state: DecodeState) -> DecodeState:
     """One step of an adaptive plan that does not draft: nothing of drafting is in it, so it is as fast as `ar`'s."""
-    batch = len(state.length_B)
-    tree, nothing = empty_tree(batch), Selection(jnp.zeros((batch, 0), jnp.int32), jnp.zeros(batch, jnp.int32))
-    verified, checked = verify(plan, weights, state, tree, nothing)
+    tree = empty_tree(len(state.length_B))
+    verified, checked = verify(plan, weights, state, tree, whole_pool(tree))
     return adapt(plan, state, commit(plan, checked, verified, None), None, verified, jnp.array(False))
 
 

@@ -17,7 +17,16 @@ from typing import Any, ClassVar
 from ecospec_jax import UserError
 from ecospec_jax.methods import get_method
 from experiments import decode
-from experiments.batches import Contender, by_prompt, check_contenders, contender, measure_batches, paired
+from experiments.batches import (
+    Contender,
+    by_prompt,
+    check_contenders,
+    contender,
+    measure_batches,
+    median_of,
+    median_ratio,
+    paired,
+)
 from experiments.harness import (
     ExperimentSettings,
     Measurement,
@@ -29,7 +38,7 @@ from experiments.harness import (
     run_experiment,
     write_markdown,
 )
-from experiments.intervals import Interval, median_interval
+from experiments.intervals import Interval, error_bars
 from experiments.options import require_positive
 from experiments.plots import plt, save_figure
 from experiments.prompts import Prompt
@@ -102,16 +111,13 @@ def rows(measurements: Sequence[Measurement], settings: Settings) -> list[Row]:
         for one in others:
             case: dict[str, Scalar] = {"method": one.method, **one.case}
             base: dict[str, Scalar] = {"method": PLAIN, **plain.case}
-            verify, speed = (
-                paired(by_prompt(measurements, value, **case), by_prompt(measurements, value, **base))
-                for value in ("verify_ms", "tokens_per_second")
+            mine_ms, plain_ms = (by_prompt(measurements, "verify_ms", **either) for either in (case, base))
+            mine_speed, plain_speed = (
+                by_prompt(measurements, "tokens_per_second", **either) for either in (case, base)
             )
-            tau, u = (median_interval(list(by_prompt(measurements, value, **case).values())) for value in ("tau", "u"))
+            tau, u = (median_of(measurements, value, **case) for value in ("tau", "u"))
             name = f"{one.method}, shared buffer" if one.case["shared_buffer"] else one.method
-            ratios = (
-                median_interval(list(verify[:, 1] / verify[:, 0])),
-                median_interval(list(speed[:, 0] / speed[:, 1])),
-            )
+            ratios = median_ratio(paired(plain_ms, mine_ms)), median_ratio(paired(mine_speed, plain_speed))
             found.append(Row(name, batch_size, *ratios, tau, u))
     return found
 
@@ -143,9 +149,9 @@ def plot(path: Path, found: Sequence[Row]) -> None:
         for name in dict.fromkeys(row.name for row in found):
             mine = [row for row in found if row.name == name]
             intervals = [getattr(row, value) for row in mine]
-            errors = [[one.middle - one.low for one in intervals], [one.high - one.middle for one in intervals]]
             middles = [one.middle for one in intervals]
-            axis.errorbar([row.batch_size for row in mine], middles, yerr=errors, marker="o", capsize=2, label=name)
+            sizes, errors = [row.batch_size for row in mine], error_bars(intervals)
+            axis.errorbar(sizes, middles, yerr=errors, marker="o", capsize=2, label=name)
         axis.axhline(1, color="grey", linewidth=0.8)
         axis.set_xscale("log", base=2)
         axis.set_xlabel("batch size")

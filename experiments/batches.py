@@ -15,6 +15,7 @@ from ecospec_jax.cost import byte_model
 from ecospec_jax.metrics import DecodeStats
 from experiments import decode
 from experiments.harness import Measurement, Results, Scalar
+from experiments.intervals import Interval, median_interval
 from experiments.prompts import Prompt
 
 
@@ -116,11 +117,26 @@ def by_prompt(measurements: Iterable[Measurement], value: str, **case: Scalar) -
     return {key: statistics.median(values) for key, values in found.items()}
 
 
+def median_of(measurements: Iterable[Measurement], value: str, **case: Scalar) -> Interval:
+    """Median of a value over the prompts of the cases that agree with `case`."""
+    return median_interval(list(by_prompt(measurements, value, **case).values()))
+
+
 def paired(mine: Mapping[tuple[str, str], float], theirs: Mapping[tuple[str, str], float]) -> np.ndarray:
     """Both values of each prompt, `[prompts, 2]`; the two must be of the same prompts."""
     if mine.keys() != theirs.keys():
         raise ValueError("not of the same prompts")
     return np.array([(value, theirs[key]) for key, value in mine.items()], np.float64).reshape(-1, 2)
+
+
+def median_ratio(both: np.ndarray) -> Interval:
+    """Of the first values of pairs over the second."""
+    return median_interval(list(both[:, 0] / both[:, 1]))
+
+
+def median_difference(both: np.ndarray) -> Interval:
+    """Of the first values of pairs less the second."""
+    return median_interval(list(both[:, 0] - both[:, 1]))
 
 
 def contender(method: str, settings: decode.Settings, case: Mapping[str, Scalar], **changes: object) -> Contender:

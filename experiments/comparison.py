@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ecospec_jax.config import RoutingShape
 from ecospec_jax.presets import PRESETS
-from experiments.batches import by_prompt, paired
+from experiments.batches import by_prompt, median_difference, median_ratio, paired
 from experiments.harness import Header, Measurement, Scalar, differences
 from experiments.intervals import Interval, median_interval
 from experiments.published import PUBLISHED, PublishedMethod
@@ -56,6 +56,10 @@ class Results:
         """By data set and prompt: of this case and no other."""
         return by_prompt((one for one in self.measurements if without_data_set(one) == case), value)
 
+    def middle(self, value: str, case: Mapping[str, Scalar]) -> Interval:
+        """Median over the prompts of this case and no other."""
+        return median_interval(list(self.figures(value, case).values()))
+
     def setting(self, name: str, case: Mapping[str, Scalar]) -> Scalar:
         """Of a case, or else of the whole run; decoding is greedy where neither says otherwise."""
         return case.get(name, self.header.settings.get(name, 0 if name == "temperature" else None))
@@ -99,7 +103,7 @@ def described(case: Mapping[str, Scalar]) -> str:
 
 
 def middles(run: Results, case: Mapping[str, Scalar]) -> list[str]:
-    return [cell(median_interval(list(run.figures(name, case).values()))) for name in FIGURES]
+    return [cell(run.middle(name, case)) for name in FIGURES]
 
 
 def against(run: Results, first: Results, case: Mapping[str, Scalar]) -> list[str]:
@@ -117,13 +121,11 @@ def against(run: Results, first: Results, case: Mapping[str, Scalar]) -> list[st
 
 
 def ratio(mine: Figures, theirs: Figures) -> Interval:
-    both = paired(*common(mine, theirs))
-    return median_interval(list(both[:, 0] / both[:, 1]))
+    return median_ratio(paired(*common(mine, theirs)))
 
 
 def difference(mine: Figures, theirs: Figures) -> Interval:
-    both = paired(*common(mine, theirs))
-    return median_interval(list(both[:, 0] - both[:, 1]))
+    return median_difference(paired(*common(mine, theirs)))
 
 
 def common(mine: Figures, theirs: Figures) -> tuple[Figures, Figures]:
@@ -158,9 +160,7 @@ def over_plain(run: Results, case: Mapping[str, Scalar], plain: Mapping[str, Sca
     def over(name: str) -> str:
         return UNDEFINED if plain is None else cell(ratio(run.figures(name, case), run.figures(name, plain)))
 
-    tau, u, overlap = (
-        cell(median_interval(list(run.figures(name, case).values()))) for name in ("tau", "u", "overlap")
-    )
+    tau, u, overlap = (cell(run.middle(name, case)) for name in ("tau", "u", "overlap"))
     return [over("tokens_per_second"), tau, u, over("u"), overlap]
 
 

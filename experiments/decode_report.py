@@ -16,7 +16,7 @@ from ecospec_jax.errors import reported_as_user_error
 from ecospec_jax.methods import get_method
 from ecospec_jax.metrics import DecodeStats
 from ecospec_jax.profiling import STAGES
-from experiments.intervals import Interval, mean_interval, median_interval
+from experiments.intervals import Interval, error_bars, mean_interval, median_interval
 from experiments.plots import plt, save_figure
 from experiments.tables import markdown_table, write_text
 
@@ -298,11 +298,7 @@ def _plot(path: Path, rows: list[Row]) -> None:
         title, scale, _ = COLUMNS[panel]
         values = [row.figures[panel] for row in rows]
         medians = [value.middle * scale for value in values]
-        errors = [
-            [(value.middle - value.low) * scale for value in values],
-            [(value.high - value.middle) * scale for value in values],
-        ]
-        axis.bar(names, medians, yerr=errors, capsize=4, color=[f"C{i}" for i in range(len(rows))])
+        axis.bar(names, medians, yerr=error_bars(values) * scale, capsize=4, color=[f"C{i}" for i in range(len(rows))])
         axis.set_title(title)
         axis.tick_params(axis="x", rotation=30)
     save_figure(figure, path)

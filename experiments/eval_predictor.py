@@ -31,7 +31,7 @@ from ecospec_jax.errors import reported_as_user_error, run_command
 from ecospec_jax.models.predictor import Evidence, Predictor
 from experiments import recording
 from experiments.environment import environment
-from experiments.intervals import Interval, ratio_interval
+from experiments.intervals import Interval, error_bars, ratio_interval
 from experiments.options import require_positive
 from experiments.plots import plt, save_figure
 from experiments.predictor_metrics import (
@@ -252,8 +252,7 @@ def plot(path: Path, judged: list[Judgement]) -> None:
         for one in (one for one in judged if one.text == name):
             for axis, part in zip(row, (one.layers, one.depths), strict=False):
                 middles = [interval.middle for interval in part]
-                errors = [[i.middle - i.low for i in part], [i.high - i.middle for i in part]]
-                axis.errorbar(range(len(part)), middles, yerr=np.maximum(errors, 0), label=one.predictor, capsize=2)
+                axis.errorbar(range(len(part)), middles, yerr=error_bars(part), label=one.predictor, capsize=2)
             row[2].plot(*zip(*one.counts, strict=True), marker="o", label=one.predictor)
             largest = max(largest, *(max(pair) for pair in one.counts))
         row[2].plot([0, largest], [0, largest], color="black", linewidth=0.8)

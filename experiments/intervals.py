@@ -23,6 +23,12 @@ class Interval:
         return f"{self.middle:{sign}.3f} [{self.low:{sign}.3f}, {self.high:{sign}.3f}]"
 
 
+def error_bars(intervals: Sequence[Interval]) -> np.ndarray:
+    """What reaches below and above each middle value, `[2, intervals]`, as Matplotlib takes it."""
+    bars = [[one.middle - one.low for one in intervals], [one.high - one.middle for one in intervals]]
+    return np.maximum(bars, 0)  # rounding may leave a middle value outside
+
+
 def median_interval(values: Sequence[float]) -> Interval:
     """Median over the finite values; nan where there is none."""
     return _interval(values, np.median)

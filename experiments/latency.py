@@ -20,7 +20,7 @@ from ecospec_jax.predictor_checkpoint import read_predictor_manifest
 from ecospec_jax.presets import PRESETS
 from ecospec_jax.profiling import STAGES
 from experiments import decode, fit_cost
-from experiments.batches import Contender, by_prompt, check_contenders, contender, measure_batches
+from experiments.batches import Contender, check_contenders, contender, measure_batches, median_of
 from experiments.harness import (
     ExperimentSettings,
     Measurement,
@@ -32,7 +32,7 @@ from experiments.harness import (
     run_experiment,
     write_markdown,
 )
-from experiments.intervals import Interval, median_interval
+from experiments.intervals import Interval
 from experiments.launches import count_launches
 from experiments.plots import plt, save_figure
 from experiments.prompts import Prompt
@@ -129,7 +129,7 @@ def steps(measurements: Sequence[Measurement], methods: Sequence[str]) -> str:
     for method in methods:
 
         def middle(name: str, method: str = method) -> Interval:
-            return median_interval(list(by_prompt(measurements, name, method=method).values()))
+            return median_of(measurements, name, method=method)
 
         apart = [middle(f"{stage}_ms").cell() for stage in STAGES]
         launches = value_of(measurements, "launches", what="compilation", method=method)
@@ -150,7 +150,7 @@ def beside(measurements: Sequence[Measurement], methods: Sequence[str], trained:
     lines = [["loading the models, s", f"{value_of(measurements, 'seconds', what='loading'):.2f}"]]
     for method in methods:
         seconds = value_of(measurements, "compile_seconds", what="compilation", method=method)
-        prefill = median_interval(list(by_prompt(measurements, "prefill_ms", method=method).values()))
+        prefill = median_of(measurements, "prefill_ms", method=method)
         lines.append([f"{method}: tracing and compiling a step, or reading it from the cache, s", f"{seconds:.2f}"])
         lines.append([f"{method}: prefill, all turns of a prompt, ms", prefill.cell()])
     lines += [[f"training of the predictors: {name}", value] for name, value in trained.items()]
@@ -207,13 +207,10 @@ def plot(path: Path, measurements: Sequence[Measurement], methods: Sequence[str]
     figure, axis = plt.subplots(figsize=(2 + 1.2 * len(methods), 3.2), layout="constrained")
     bottoms = [0.0] * len(methods)
     for stage in STAGES:
-        middles = [
-            median_interval(list(by_prompt(measurements, f"{stage}_ms", method=method).values())).middle
-            for method in methods
-        ]
+        middles = [median_of(measurements, f"{stage}_ms", method=method).middle for method in methods]
         axis.bar(methods, middles, bottom=bottoms, label=stage)
         bottoms = [bottom + middle for bottom, middle in zip(bottoms, middles, strict=True)]
-    whole = [median_interval(list(by_prompt(measurements, "step_ms", method=one).values())).middle for one in methods]
+    whole = [median_of(measurements, "step_ms", method=one).middle for one in methods]
     axis.plot(methods, whole, "k_", markersize=24, label="whole step")
     axis.set_ylabel("ms per step")
     axis.legend(fontsize=8)

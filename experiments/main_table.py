@@ -16,7 +16,17 @@ import numpy as np
 
 from ecospec_jax import UserError
 from experiments import decode
-from experiments.batches import Contender, by_prompt, check_contenders, contender, measure_batches, paired
+from experiments.batches import (
+    Contender,
+    by_prompt,
+    check_contenders,
+    contender,
+    measure_batches,
+    median_difference,
+    median_of,
+    median_ratio,
+    paired,
+)
 from experiments.harness import (
     ExperimentSettings,
     Measurement,
@@ -28,7 +38,7 @@ from experiments.harness import (
     run_experiment,
     write_markdown,
 )
-from experiments.intervals import median_interval, paired_p
+from experiments.intervals import error_bars, paired_p
 from experiments.plots import plt, save_figure
 from experiments.tables import markdown_table
 
@@ -70,17 +80,24 @@ def table(measurements: Sequence[Measurement], methods: Sequence[str], temperatu
     for data_set, wanted in groups(base).items():
         for method in methods:
             case: dict[str, Scalar] = {"method": method, "temperature": temperature, **wanted}
-            speed = paired(
-                by_prompt(measurements, "tokens_per_second", **case),
-                {key: value for key, value in base.items() if data_set in (key[0], POOLED)},
-            )
-            cells = [median_interval(list(speed[:, 0] / speed[:, 1])).cell()]
-            cells += [median_interval(list(by_prompt(measurements, name, **case).values())).cell() for name in FIGURES]
+            speed = beside(base, measurements, data_set, case)
+            cells = [median_ratio(speed).cell(), *(median_of(measurements, name, **case).cell() for name in FIGURES)]
             lines.append([data_set, method, f"{np.nanmedian(speed[:, 0]):.1f}", *cells, str(len(speed))])
     return markdown_table(["data set", "method", "tokens/s", "speedup", "tau", "U", "batches"], lines)
 
 
 FIGURES = ("tau", "u")
+
+
+def beside(
+    base: Mapping[tuple[str, str], float],
+    measurements: Sequence[Measurement],
+    data_set: str,
+    case: Mapping[str, Scalar],
+) -> np.ndarray:
+    """Speeds of a case and of the baseline on the same batches of a data set, `[batches, 2]`."""
+    theirs = {key: value for key, value in base.items() if data_set in (key[0], POOLED)}
+    return paired(by_prompt(measurements, "tokens_per_second", **case), theirs)
 
 
 def groups(found: Mapping[tuple[str, str], float]) -> dict[str, dict[str, Scalar]]:
@@ -101,10 +118,10 @@ def tests(measurements: Sequence[Measurement], methods: Sequence[str], temperatu
             )
             both = paired(mine, theirs)
             if name == "tokens_per_second":
-                line.append(median_interval(list(both[:, 0] / both[:, 1])).cell())
+                line.append(median_ratio(both).cell())
                 both = np.log(both)
             else:
-                line.append(median_interval(list(both[:, 0] - both[:, 1])).cell("+"))
+                line.append(median_difference(both).cell("+"))
             line.append(f"{paired_p(both[:, 0], both[:, 1]):.4f}")
         lines.append(line)
     return markdown_table(["methods", "speed, ratio", "p", "tau, difference", "p", "U, difference", "p"], lines)
@@ -131,12 +148,10 @@ def plot(path: Path, measurements: Sequence[Measurement], methods: Sequence[str]
     for place, method in enumerate(methods):
         speeds = []
         for data_set, wanted in data_sets.items():
-            mine = by_prompt(measurements, "tokens_per_second", method=method, temperature=temperature, **wanted)
-            both = paired(mine, {key: value for key, value in base.items() if data_set in (key[0], POOLED)})
-            speeds.append(median_interval(list(both[:, 0] / both[:, 1])))
+            case: dict[str, Scalar] = {"method": method, "temperature": temperature, **wanted}
+            speeds.append(median_ratio(beside(base, measurements, data_set, case)))
         places = np.arange(len(data_sets)) + width * (place - (len(methods) - 1) / 2)
-        errors = [[one.middle - one.low for one in speeds], [one.high - one.middle for one in speeds]]
-        axis.bar(places, [one.middle for one in speeds], width, yerr=errors, capsize=2, label=method)
+        axis.bar(places, [one.middle for one in speeds], width, yerr=error_bars(speeds), capsize=2, label=method)
     axis.set_xticks(range(len(data_sets)), list(data_sets))
     axis.set_ylabel(f"speed over {methods[0]}")
     axis.set_title("greedy" if temperature == 0 else f"temperature {temperature:g}")

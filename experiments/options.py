@@ -1,5 +1,6 @@
 """Options that several jobs share, and checks of them."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -98,3 +99,20 @@ def require_positive(settings: Any, *names: str) -> None:
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+
+
+def named_paths(named: Sequence[str], name_of: Callable[[Path], str], *, malformed: str, twice: str) -> dict[str, Path]:
+    """Paths by name, from `NAME=PATH`, or from a `PATH` without `=`, which `name_of` names.
+
+    `malformed` and `twice` are complaints about what has no name or no path, and about a name that is taken, with
+    `{each}` and `{name}` to be filled in.
+    """
+    found: dict[str, Path] = {}
+    for each in named:
+        name, path = each.split("=", 1) if "=" in each else (name_of(Path(each)), each)
+        if not name or not path:
+            raise UserError(malformed.format(each=each))
+        if name in found:
+            raise UserError(twice.format(each=each, name=name))
+        found[name] = Path(path)
+    return found

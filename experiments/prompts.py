@@ -6,6 +6,7 @@ from pathlib import Path
 import pydantic
 
 from ecospec_jax import UserError
+from experiments.options import named_paths
 
 
 class Prompt(pydantic.BaseModel, frozen=True, extra="forbid"):
@@ -48,12 +49,9 @@ def data_set_files(named: Sequence[str]) -> dict[str, Path]:
     """Files by data set from `NAME=FILE`, or from a `FILE` without `=`, whose data set is called by its stem."""
     if not named:
         raise UserError("--prompts names no file")
-    files: dict[str, Path] = {}
-    for each in named:
-        name, file = each.split("=", 1) if "=" in each else (Path(each).stem, each)
-        if not name or not file:
-            raise UserError(f"--prompts {each}: neither FILE nor NAME=FILE")
-        if name in files:
-            raise UserError(f"--prompts: two data sets are called '{name}'; call one otherwise, by NAME=FILE")
-        files[name] = Path(file)
-    return files
+    return named_paths(
+        named,
+        lambda path: path.stem,
+        malformed="--prompts {each}: neither FILE nor NAME=FILE",
+        twice="--prompts: two data sets are called '{name}'; call one otherwise, by NAME=FILE",
+    )

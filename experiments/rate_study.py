@@ -24,7 +24,7 @@ from ecospec_jax.checkpoint import read_manifest
 from ecospec_jax.errors import reported_as_user_error, run_command
 from experiments import decode, recording, replay
 from experiments.environment import environment
-from experiments.intervals import Interval, difference_interval
+from experiments.intervals import Interval, difference_interval, error_bars
 from experiments.options import require_positive
 from experiments.plots import plt, save_figure
 from experiments.prompts import Prompt, read_prompts
@@ -222,7 +222,7 @@ def measured_parts(settings: Settings, console: Console) -> list[dict[str, Any]]
 
 
 def cell(interval: dict[str, float], sign: str = "") -> str:
-    return f"{interval['middle']:{sign}.3f} [{interval['low']:{sign}.3f}, {interval['high']:{sign}.3f}]"
+    return Interval(**interval).cell(sign)
 
 
 def replay_tables(lines: Sequence[dict[str, Any]]) -> list[str]:
@@ -260,9 +260,10 @@ def plot(path: Path, lines: Sequence[dict[str, Any]], targets: Sequence[str]) ->
             if not own:  # a predictor that was not recorded
                 continue
             speeds = [Interval(**line["speed"]) for line in own]
-            errors = [[s.middle - s.low for s in speeds], [s.high - s.middle for s in speeds]]
             batches, middles = [line["batch"] for line in own], [s.middle for s in speeds]
-            axis.errorbar(batches, middles, yerr=errors, color=f"C{index}", marker="o", capsize=3, label=family)
+            axis.errorbar(
+                batches, middles, yerr=error_bars(speeds), color=f"C{index}", marker="o", capsize=3, label=family
+            )
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_xscale("log", base=2)
         batches = sorted({line["batch"] for line in lines})

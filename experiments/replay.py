@@ -23,7 +23,7 @@ from ecospec_jax import SpecConfig, UserError
 from ecospec_jax.cost import CostModel
 from ecospec_jax.errors import reported_as_user_error, run_command
 from experiments.environment import environment
-from experiments.intervals import Interval, difference_interval, ratio_interval
+from experiments.intervals import Interval, difference_interval, error_bars, ratio_interval
 from experiments.options import require_positive
 from experiments.plots import plt, save_figure
 from experiments.recording import Recording, read_recordings
@@ -196,8 +196,7 @@ def plot(path: Path, best: dict[str, dict[str, Outcome]]) -> None:
     for axis, (target, families) in zip(axes[0], best.items(), strict=True):
         names, speeds = list(families), [one.speed for one in families.values()]
         middles = [speed.middle for speed in speeds]
-        errors = [[s.middle - s.low for s in speeds], [s.high - s.middle for s in speeds]]
-        axis.barh(names, middles, xerr=np.maximum(errors, 0), capsize=3, color=[f"C{i}" for i in range(len(names))])
+        axis.barh(names, middles, xerr=error_bars(speeds), capsize=3, color=[f"C{i}" for i in range(len(names))])
         axis.invert_yaxis()
         axis.axvline(1, color="black", linewidth=0.8)
         axis.set_title(target)

@@ -21,6 +21,7 @@ from ecospec_jax import UserError
 from ecospec_jax.errors import reported_as_user_error, run_command
 from experiments import comparison
 from experiments.harness import RESULTS, read_results
+from experiments.options import named_paths
 from experiments.plots import plt
 from experiments.tables import write_text
 
@@ -60,15 +61,12 @@ def run_folders(named: Sequence[str]) -> dict[str, Path]:
     """Folders by the names of runs."""
     if not named:
         raise UserError("no run is named; give folders that experiments wrote")
-    folders: dict[str, Path] = {}
-    for each in named:
-        name, folder = each.split("=", 1) if "=" in each else (Path(each).resolve().name, each)
-        if not name or not folder:
-            raise UserError(f"{each}: neither FOLDER nor NAME=FOLDER")
-        if name in folders:
-            raise UserError(f"{each}: another run is called '{name}' too; call one otherwise, by NAME=FOLDER")
-        folders[name] = Path(folder)
-    return folders
+    return named_paths(
+        named,
+        lambda path: path.resolve().name,
+        malformed="{each}: neither FOLDER nor NAME=FOLDER",
+        twice="{each}: another run is called '{name}' too; call one otherwise, by NAME=FOLDER",
+    )
 
 
 def read_run(name: str, folder: Path) -> Run:

@@ -16,7 +16,7 @@ import numpy as np
 from ecospec_jax import SpecConfig, UserError
 from ecospec_jax.config import RoutingShape
 from experiments import decode
-from experiments.batches import by_prompt, check_contenders, contender, measure_batches
+from experiments.batches import check_contenders, contender, measure_batches, median_of
 from experiments.harness import (
     ExperimentSettings,
     Measurement,
@@ -27,7 +27,7 @@ from experiments.harness import (
     run_experiment,
     write_markdown,
 )
-from experiments.intervals import median_interval
+from experiments.intervals import error_bars
 from experiments.plots import plt, save_figure
 from experiments.tables import markdown_table
 
@@ -67,10 +67,7 @@ def table(
     lines = []
     for method in methods:
         for budget in budgets:
-            found = {
-                name: median_interval(list(by_prompt(measurements, name, method=method, budget=budget).values()))
-                for name in COLUMNS
-            }
+            found = {name: median_of(measurements, name, method=method, budget=budget) for name in COLUMNS}
             theory = uniform_distinct(shape.experts, shape.k, found["rows"].middle)
             cells = [one.cell() for one in found.values()]
             lines.append([method, str(budget), f"{theory:.2f}", *cells])
@@ -89,12 +86,9 @@ def plot(
     figure, axes = plt.subplots(1, len(panels), figsize=(3.6 * len(panels), 3.2), layout="constrained")
     for axis, (name, title) in zip(axes, panels.items(), strict=True):
         for method in methods:
-            found = [
-                median_interval(list(by_prompt(measurements, name, method=method, budget=budget).values()))
-                for budget in budgets
-            ]
-            errors = [[one.middle - one.low for one in found], [one.high - one.middle for one in found]]
-            axis.errorbar(budgets, [one.middle for one in found], yerr=errors, marker="o", capsize=2, label=method)
+            found = [median_of(measurements, name, method=method, budget=budget) for budget in budgets]
+            middles = [one.middle for one in found]
+            axis.errorbar(budgets, middles, yerr=error_bars(found), marker="o", capsize=2, label=method)
         axis.set_xlabel("budget")
         axis.set_title(title, fontsize=9)
         axis.set_ylim(bottom=0)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy.stats import ttest_rel
 
-from experiments.intervals import mean_interval, median_interval, paired_p
+from experiments.intervals import Interval, error_bars, mean_interval, median_interval, paired_p
 
 
 def test_middle_values_are_those_of_the_finite_values() -> None:
@@ -21,6 +21,11 @@ def test_the_interval_covers_the_true_mean_about_as_often_as_it_says() -> None:
         interval = mean_interval(random.normal(5.0, 1.0, 40).tolist())
         covered += interval.low <= 5.0 <= interval.high
     assert 175 <= covered <= 199
+
+
+def test_error_bars_reach_from_the_middle_to_the_ends() -> None:
+    bars = error_bars([Interval(2.0, 1.5, 4.0), Interval(3.0, 3.5, 3.5)])  # the second lies beside its interval
+    assert bars.tolist() == [[0.5, 0.0], [2.0, 0.5]]
 
 
 def test_one_value_has_no_width_and_no_value_is_nan() -> None:
