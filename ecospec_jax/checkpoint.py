@@ -227,12 +227,19 @@ def save_piece(folder: Path, tensors: Mapping[str, np.ndarray]) -> PieceRecord:
 
 
 def load_target(folder: Path, manifest: Manifest, dtype: jnp.dtype, placement: Placement | None = None) -> Target:
-    """Restores the target, piece by piece, straight onto the devices of `placement` (default: the first device)."""
+    """Restores the target, piece by piece, straight onto the devices of `placement` (default: the first device).
+
+    Its config, and its experts, are as wide as the layout has them (`Layout.fitted`).
+    """
     if all(name.startswith("drafter/") for name in manifest.pieces):
         raise UserError(f"{folder}: holds a drafter alone; name its target, and this folder as the drafter")
-    placement = placement and placement.for_model(manifest.target)
-    module, stored = stored_parameters(manifest.target, dtype)
-    restore(folder, manifest.pieces, "target", stored, placement)
+    placement, config = placement and placement.for_model(manifest.target), manifest.target
+    module, stored = stored_parameters(config, dtype)
+    if placement is not None and (fitted := placement.layout.fitted(config)) != config:
+        module, wider = stored_parameters(fitted, dtype)
+        restore(folder, manifest.pieces, "target", wider, placement, unpadded=stored)
+    else:
+        restore(folder, manifest.pieces, "target", stored, placement)
     spread(module, placement)
     return module
 
@@ -281,8 +288,13 @@ def restore(
     role: str,
     stored: Mapping[str, nnx.Variable],
     placement: Placement | None,
+    unpadded: Mapping[str, nnx.Variable] | None = None,
 ) -> None:
-    """Gives every variable of a role (`target`, `drafter`, ..) its stored value, cast to the variable's dtype."""
+    """Gives every variable of a role (`target`, `drafter`, ..) its stored value, cast to the variable's dtype.
+
+    Variables that are to be wider than what is stored get zeros behind it; `unpadded` then says how large that must be.
+    """
+    as_recorded = stored if unpadded is None else unpadded
     pieces: dict[str, dict[str, nnx.Variable]] = {}
     for path, variable in stored.items():
         pieces.setdefault(piece_name(role, path), {})[path] = variable
@@ -290,7 +302,8 @@ def restore(
     if unequal := recorded ^ pieces.keys():
         raise UserError(f"{folder / MANIFEST}: pieces and config disagree on '{min(unequal)}'")
     for name, variables in pieces.items():
-        _check_record(f"{folder / MANIFEST}: piece '{name}'", records[name], variables)
+        expected = {path: as_recorded[path] for path in variables}
+        _check_record(f"{folder / MANIFEST}: piece '{name}'", records[name], expected)
     names, processes, mine = list(pieces), jax.process_count(), jax.process_index()
     for first in range(0, len(names), processes):  # checked just before Orbax reads them, while they are in memory
         some = names[first : first + processes]
@@ -326,17 +339,17 @@ def _check_files(folder: Path, records: Mapping[str, PieceRecord]) -> None:
 def _restore(
     folder: Path, record: PieceRecord, variables: Mapping[str, nnx.Variable], placement: Placement | None
 ) -> dict[str, Array]:
-    """Restores a piece in its stored dtypes, each tensor in its final sharding."""
+    """Restores a piece in its stored dtypes, each tensor in its final shape and sharding."""
     shapes = {}
     for path, tensor in record.tensors.items():
-        axes = variables[path].get_metadata()["logical_axes"]
-        sharding = placement.sharding(axes, tensor.shape) if placement else SingleDeviceSharding(jax.devices()[0])
-        shapes[path] = jax.ShapeDtypeStruct(tensor.shape, jnp.dtype(tensor.dtype), sharding=sharding)
+        axes, shape = variables[path].get_metadata()["logical_axes"], variables[path].get_value().shape
+        sharding = placement.sharding(axes, shape) if placement else SingleDeviceSharding(jax.devices()[0])
+        shapes[path] = jax.ShapeDtypeStruct(shape, jnp.dtype(tensor.dtype), sharding=sharding)
     with _checkpointer() as checkpointer:
         metadata = checkpointer.metadata(folder.absolute()).item_metadata.tree
         for path, tensor in record.tensors.items():
             found = TensorRecord(jnp.dtype(metadata[path].dtype).name, tuple(metadata[path].shape))
             if found != tensor:
                 raise UserError(f"{folder}: tensor {path} is {found.dtype}{found.shape}, not as {MANIFEST} records it")
-        options = ocp.checkpoint_utils.construct_restore_args(shapes)
+        options = ocp.checkpoint_utils.construct_restore_args(shapes, strict=False)  # zeros where a shape is larger
         return checkpointer.restore(folder.absolute(), args=ocp.args.PyTreeRestore(shapes, restore_args=options))

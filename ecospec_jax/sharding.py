@@ -10,7 +10,8 @@ What does not divide in whole parts (heads, blocks of a quantised matrix) is dec
 - KV heads are split over as many of the mesh's axes as they divide among, and copied along the others, never cut; the
   heads of the queries are split all the same.
 - A vocabulary, the hidden units of a dense MLP, and the embedding's channels are copied.
-- Heads, experts and their hidden units are refused: copies of them would leave nothing of the layout.
+- Hidden units of an expert that are split are padded with zeros to as many on each device (`Layout.fitted`).
+- Heads and experts are refused: copies of them would leave nothing of the layout.
 """
 
 import math
@@ -58,6 +59,10 @@ class Parts:
     what: str
 
 
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
 def _blocks(size: int, block: int, what: str, blocks: str = "blocks") -> Parts:
     """Parts of a dimension that is only split between blocks; one that ends within a block is not split."""
     if block == 1:
@@ -67,17 +72,29 @@ def _blocks(size: int, block: int, what: str, blocks: str = "blocks") -> Parts:
     return Parts(size // block, f"{size // block} {blocks} of {block} {what}")
 
 
-def _parts(config: ModelConfig) -> dict[str, tuple[Parts, ...]]:
-    """What each logical axis of a target consists of."""
+def _expert_block(config: ModelConfig) -> int:
+    """Hidden units of an expert between which its matrices can be split."""
     match config:
         case Qwen3MoeConfig():
-            block, dense = 1, (config.intermediate_size,) if config.dense_layers else ()
+            return 1
+        case GptOssConfig():
+            return MXFP4_BLOCK if config.expert_storage == "mxfp4" else 1
+        case DeepseekV3Config():
+            return FP8_BLOCK if config.storage == "fp8" else 1
+
+
+def _parts(config: ModelConfig) -> dict[str, tuple[Parts, ...]]:
+    """What each logical axis of a target consists of, but for the hidden units of experts, which `fitted` sees to."""
+    block = 1
+    match config:
+        case Qwen3MoeConfig():
+            dense = (config.intermediate_size,) if config.dense_layers else ()
             heads, kv_heads = _blocks(config.num_heads, 1, "attention heads"), config.num_kv_heads
         case GptOssConfig():
-            block, dense = MXFP4_BLOCK if config.expert_storage == "mxfp4" else 1, ()
+            dense = ()
             heads, kv_heads = _blocks(config.num_heads, 1, "attention heads"), config.num_kv_heads
         case DeepseekV3Config():
-            block = FP8_BLOCK if config.storage == "fp8" else 1
+            block = _expert_block(config)
             dense = (config.intermediate_size, config.shared_experts * config.moe_intermediate_size)
             widths = (
                 config.qk_nope_head_dim + config.qk_rope_head_dim,
@@ -93,11 +110,11 @@ def _parts(config: ModelConfig) -> dict[str, tuple[Parts, ...]]:
         "vocab": (_blocks(config.vocab_size, 1, "tokens"),),
         "channels": (_blocks(config.hidden_size, 1, "channels"),),
         "expert": (_blocks(config.num_experts, 1, "experts"),),
-        "ffn": (_blocks(config.moe_intermediate_size, block, "hidden units of an expert"),),
     }
 
 
-_NEVER_COPIED = ("heads", "expert", "ffn")
+_NEVER_COPIED = ("heads", "expert")
+_TILE = 64  # hidden units of an expert that kernels for GPUs take at once
 
 
 @dataclass(frozen=True)
@@ -138,13 +155,26 @@ class Layout:
         """Devices along these axes of the mesh together."""
         return math.prod({TENSOR: self.tensor, EXPERT: self.expert}[axis] for axis in mesh_axes)
 
+    def fitted(self, config: ModelConfig) -> ModelConfig:
+        """A target's config with its experts as wide as this layout stores them: zeros behind their hidden units.
+
+        If experts are split, each device has as many units, whole blocks of them, and whole tiles of kernels unless
+        that is less than one tile. Zeros add nothing to what an expert computes, whatever its activation and biases.
+        """
+        if self.tensor == 1:
+            return config
+        block = _expert_block(config)
+        share = _up(-(-config.moe_intermediate_size // self.tensor), block)
+        share = _up(share, math.lcm(block, _TILE)) if share > _TILE else share
+        return replace(config, moe_intermediate_size=share * self.tensor)
+
     def for_model(self, config: ModelConfig) -> "Layout":
         """The layout as it serves a target: its table without what the target is too uneven for (see the module).
 
         Raises:
             UserError: it cannot serve this target, and why.
         """
-        parts, table = _parts(config), {}
+        parts, table = _parts(self.fitted(config)), {}
         for axis, mesh_axes in self.table.items():
             uneven = [part for part in parts.get(axis, ()) if part.count % self.count(mesh_axes)]
             if uneven and axis in _NEVER_COPIED:
