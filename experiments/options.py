@@ -25,6 +25,9 @@ class ModelOptions:
     """Instead of a target: random weights of this published shape, e.g. qwen3-30b-a3b; text becomes UTF-8 bytes."""
     layers: int | None = None
     """With random weights: number of layers."""
+    acceptance: float | None = None
+    """With random weights: how often a node's likeliest child is accepted, whatever the target says, so that whole
+    steps can be timed; the answers are then not the target's."""
     cost: Path | None = None
     """Cost model that `python -m experiments.fit_cost` wrote, for methods that weigh costs (rate, rate-table); without
     it they weigh bytes."""
@@ -80,6 +83,9 @@ class TreeOptions:
     """Experts that count as paid for before any node is chosen."""
     shared_buffer: bool = False
     """One expert buffer for the whole batch instead of one a sequence."""
+    device_experts: int | None = SpecConfig.device_experts
+    """With experts split by id, as ep8 does: how many a device has. The cost-aware score then counts what a node adds
+    to the busiest device."""
 
     @property
     def spec(self) -> SpecConfig:
@@ -90,6 +96,7 @@ class TreeOptions:
             eps=self.eps,
             buffer=self.buffer,
             shared_buffer=self.shared_buffer,
+            device_experts=self.device_experts,
         )
 
 

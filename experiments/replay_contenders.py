@@ -49,7 +49,14 @@ def cheapest(
 ) -> Selection:
     """What `cost_aware` selects with this budget and eps, as a part of `spec.budget` slots."""
     assert forecast is not None
-    chosen_BN = cost_aware_nodes(tree, forecast, knobs.budget, knobs.eps, shared_buffer=spec.shared_buffer)
+    chosen_BN = cost_aware_nodes(
+        tree,
+        forecast,
+        knobs.budget,
+        knobs.eps,
+        shared_buffer=spec.shared_buffer,
+        device_experts=spec.device_experts,
+    )
     return selection_of(chosen_BN, spec.budget)
 
 
