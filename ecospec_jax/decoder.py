@@ -15,15 +15,15 @@ from flax import nnx
 from ecospec_jax.acceptance import ACCEPTANCE, Acceptance, read_acceptance
 from ecospec_jax.adaptation import Adaptation
 from ecospec_jax.calibration import Calibration
-from ecospec_jax.checkpoint import load_drafter, load_target, read_manifest
+from ecospec_jax.checkpoint import borrow, load_drafter, load_target, read_manifest
 from ecospec_jax.config import DrafterConfig, ModelConfig, RoutingShape, SamplingConfig, SpecConfig
 from ecospec_jax.cost import CostModel, byte_model
 from ecospec_jax.decoding import StepPlan, Weights, examine
 from ecospec_jax.errors import UserError
-from ecospec_jax.generation import Answer, Batch, Generation, bucket
+from ecospec_jax.generation import Answer, Batch, Generation, bucket, seeds_of
 from ecospec_jax.methods import Method, get_method
 from ecospec_jax.metrics import DecodeStats
-from ecospec_jax.models import DRAFTERS, TARGETS
+from ecospec_jax.models import with_random_weights
 from ecospec_jax.models.drafter import Drafter
 from ecospec_jax.models.predictor import Oracle, Predictor, Previous
 from ecospec_jax.models.target import Target
@@ -74,6 +74,7 @@ class Decoder:
         acceptance: Acceptance | None = None,
         cost: CostModel | None = None,
         placement: Placement | None = None,
+        rigged_acceptance: float | None = None,
     ) -> None:
         """Wraps models that are already loaded; `Decoder.load` is the usual way in.
 
@@ -88,11 +89,13 @@ class Decoder:
             acceptance: fitted models of the drafter's acceptance, where calibrated methods begin.
             cost: what methods that weigh costs go by; bytes from the configurations if not given.
             placement: where the target is; None is one device.
+            rigged_acceptance: see `with_random_weights`.
         """
         _enable_compilation_cache()
         self.target, self.drafter, self.tokenizer, self.eos_ids = target, drafter, tokenizer, eos_ids
         self.target_hash, self.drafter_hash = target_hash, drafter_hash
         self.acceptance, self.cost, self.placement = acceptance, cost, placement
+        self.rigged_acceptance = rigged_acceptance
         self._target_split = nnx.split(target)
         self._drafter_split = (None, None) if drafter is None else nnx.split(drafter)
         available = {"previous": Previous(), "oracle": Oracle(), **(predictors or {})}
@@ -130,8 +133,7 @@ class Decoder:
         Raises:
             UserError: the folder is incomplete or does not match its manifest, or the padding is impossible.
         """
-        if pad_ffn and placement is not None:
-            raise UserError("experts are padded on one device, not with a placement")
+        _check_padding(pad_ffn, placement)
         folder = Path(folder)
         manifest = read_manifest(folder)
         compute = default_dtype() if dtype is None else jnp.dtype(dtype)
@@ -174,16 +176,36 @@ class Decoder:
         *,
         dtype: jnp.dtype | str | None = None,
         seed: int = 0,
+        placement: Placement | None = None,
         pad_ffn: int = 0,
+        acceptance: float | None = None,
     ) -> "Decoder":
-        """Models of these shapes with random weights, to time them; prompts are token ids. `pad_ffn` as in `load`."""
+        """Models of these shapes with random weights, to time them; prompts are token ids.
+
+        Args:
+            target: shape of the target.
+            drafter: shape of the drafter, which borrows what it does not own.
+            dtype: as in `load`.
+            seed: of the weights.
+            placement: as in `load`; each device makes its own shards.
+            pad_ffn: as in `load`.
+            acceptance: how often a verified node's likeliest child is accepted, whatever the target says; drafts of
+                random weights are hardly ever right. Answers are then not the target's.
+
+        Raises:
+            UserError: the acceptance is no probability, the layout cannot serve, or the padding is impossible.
+        """
+        if acceptance is not None and not 0 <= acceptance <= 1:
+            raise UserError(f"an acceptance is between 0 and 1, not {acceptance}")
+        _check_padding(pad_ffn, placement)
         compute = default_dtype() if dtype is None else jnp.dtype(dtype)
-        target_class, drafter_class = TARGETS[target.family], DRAFTERS[drafter.family]
-        return Decoder(
-            pad_experts(target_class(target, dtype=compute, rngs=nnx.Rngs(seed)), pad_ffn, seed),
-            drafter_class(drafter, dtype=compute, rngs=nnx.Rngs(seed + 1)),
-            eos_ids=(),
-        )
+        if placement is not None:
+            placement = placement.for_model(target)
+            target = placement.layout.fitted(target)
+        model = pad_experts(with_random_weights(target, compute, seed, placement), pad_ffn, seed)
+        head = with_random_weights(drafter, compute, seed + 1, placement and placement.replicated)
+        borrow(head, drafter, model)
+        return Decoder(model, head, eos_ids=(), placement=placement, rigged_acceptance=acceptance)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -235,7 +257,7 @@ class Decoder:
         encoded = [self.encode(prompt) for prompt in prompts]
         program, weights = self.program(method, spec, sampling, ignore_eos=ignore_eos, batch_size=batch_size)
         capacity = self._capacity(encoded, max_new_tokens, program.plan, capacity)
-        seeds = _seeds(seed, len(prompts))
+        seeds = seeds_of(seed, len(prompts))
         generations: list[Generation] = []
         stats: list[DecodeStats] = []
         for first in range(0, len(encoded), batch_size):
@@ -280,7 +302,7 @@ class Decoder:
             program,
             weights,
             encoded,
-            _seeds(seed, 1),
+            seeds_of(seed, 1),
             max_new_tokens=max_new_tokens,
             capacity=self._capacity(encoded, max_new_tokens, program.plan),
             batch_size=1,
@@ -327,7 +349,7 @@ class Decoder:
             program,
             weights,
             encoded,
-            _seeds(0, len(encoded)),
+            seeds_of(0, len(encoded)),
             max_new_tokens=new_tokens,
             capacity=self._capacity(encoded, new_tokens, program.plan),
             batch_size=len(encoded),
@@ -410,6 +432,7 @@ class Decoder:
             eos_ids,
             predictor_def,
             placement=self.placement,
+            rigged_acceptance=self.rigged_acceptance,
         )
         if not chosen.learns:
             batch_size = 0
@@ -465,18 +488,9 @@ class Decoder:
         return bucket(max(least, asked))
 
 
-def _seeds(seed: int | Sequence[int], prompts: int) -> list[tuple[int, int]]:
-    """(seed, sequence index) of each prompt: one seed for all, told apart by index, or a seed each."""
-    if isinstance(seed, int | np.integer):
-        seeds = [(int(seed), index) for index in range(prompts)]
-    else:
-        seeds = [(int(one), 0) for one in seed]
-    if len(seeds) != prompts:
-        raise UserError(f"{len(seeds)} seeds for {prompts} prompts")
-    for one, _ in seeds:
-        if not -(2**31) <= one < 2**31:
-            raise UserError(f"seed {one} does not fit into 32 bits")
-    return seeds
+def _check_padding(pad_ffn: int, placement: Placement | None) -> None:
+    if pad_ffn and placement is not None:
+        raise UserError("experts are padded on one device, not with a placement")
 
 
 def _enable_compilation_cache() -> None:

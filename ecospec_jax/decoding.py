@@ -30,7 +30,7 @@ from ecospec_jax.models.target import Target, TargetOutput
 from ecospec_jax.selection import Economy, ExpertForecast, Policy
 from ecospec_jax.sharding import Placement, whole
 from ecospec_jax.tree import CandidateTree, Selection, VerifyTree, empty_tree, expand_tree, verify_tree, whole_pool
-from ecospec_jax.verification import accept_path, draw_tokens
+from ecospec_jax.verification import accept_path, draw_tokens, rigged_draws
 
 Carry = TypeVar("Carry")
 CATCH_UP = 32  # entries that wait, as many as drafter and predictor process at once after plain steps
@@ -47,6 +47,7 @@ class StepPlan:
         calibrated: the policy sees learned acceptance probabilities instead of the drafter's.
         adaptive: each step decides whether to draft and how many rows to verify.
         placement: where the target is; None is one device.
+        rigged_acceptance: how often a row goes on to its likeliest child, whatever the target says; None is lossless.
     """
 
     target: nnx.GraphDef
@@ -60,6 +61,7 @@ class StepPlan:
     calibrated: bool = False
     adaptive: bool = False
     placement: Placement | None = None
+    rigged_acceptance: float | None = None
 
     @property
     def pending_slots(self) -> int:
@@ -409,6 +411,8 @@ def verify(
     boundaries = () if drafter is None else drafter.boundaries
     output, target_cache = target(rows.rows, state.target_cache, boundaries)
     drawn_BR = draw_tokens(target.logits(output.hidden_BRD), rows.rows.positions_BR + 1, state.keys_B, plan.sampling)
+    if plan.rigged_acceptance is not None:
+        drawn_BR = rigged_draws(rows, drawn_BR, state.keys_B, plan.rigged_acceptance)
     verified = Verified(rows, output.features_BRF, _expert_sets(target, output), drawn_BR)
     return verified, replace(state, target_cache=target_cache)
 

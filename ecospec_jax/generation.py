@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ecospec_jax.decoding import DecodeState, Weights
+from ecospec_jax.errors import UserError
 from ecospec_jax.metrics import DecodeStats
 from ecospec_jax.program import Program
 from ecospec_jax.stopping import StopMatcher
@@ -175,3 +176,17 @@ class Batch:
         self._tokens, self._lengths, self._finished = jax.device_get(
             (state.tokens_BS, state.length_B, state.finished_B)
         )
+
+
+def seeds_of(seed: int | Sequence[int], prompts: int) -> list[tuple[int, int]]:
+    """(seed, sequence index) of each prompt: one seed for all, told apart by index, or a seed each."""
+    if isinstance(seed, int | np.integer):
+        seeds = [(int(seed), index) for index in range(prompts)]
+    else:
+        seeds = [(int(one), 0) for one in seed]
+    if len(seeds) != prompts:
+        raise UserError(f"{len(seeds)} seeds for {prompts} prompts")
+    for one, _ in seeds:
+        if not -(2**31) <= one < 2**31:
+            raise UserError(f"seed {one} does not fit into 32 bits")
+    return seeds

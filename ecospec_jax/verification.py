@@ -58,6 +58,27 @@ def draw_tokens(
     return draw_rows(keys_B, positions_BR, processed_logits(logits_BRV, sampling)).astype(jnp.int32)
 
 
+_RIGGED = (1 << 31) - 1  # no position, which keys the draws of tokens
+
+
+def rigged_draws(
+    tree: VerifyTree, drawn_BR: Int[Array, "batch rows"], keys_B: Key[Array, " batch"], rate: float
+) -> Int[Array, "batch rows"]:
+    """Draws that agree with the drafter as often as asked, whatever the target says: for timing random weights.
+
+    A row that has children in the tree goes on to the likeliest of them with probability `rate`; else its draw stands.
+    """
+    rows, index_R = tree.rows, jnp.arange(drawn_BR.shape[1])
+    child_BRC = (tree.parent_rows_BR[:, None, :] == index_R[:, None]) & rows.live_BR[:, None, :] & (index_R > 0)
+
+    def lucky(key: Array, position: Array) -> Array:
+        return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(key, _RIGGED), position)) < rate
+
+    lucky_BR = jax.vmap(jax.vmap(lucky, in_axes=(None, 0)))(keys_B, rows.positions_BR)
+    likeliest_BR = jnp.take_along_axis(rows.tokens_BR, jnp.argmax(child_BRC, axis=-1), axis=1)
+    return jnp.where(jnp.any(child_BRC, axis=-1) & lucky_BR, likeliest_BR, drawn_BR)
+
+
 @jax.tree_util.register_dataclass
 @dataclass
 class AcceptedPath:

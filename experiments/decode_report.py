@@ -252,13 +252,13 @@ def write_report(
     methods: list[str],
     records: list[Record],
     stages: dict[str, list[dict[str, float]]],
-    near_ties: list[str],
+    on_tokens: list[str],
     common: dict[str, Any],
     console: Console,
 ) -> None:
     """Prints the table, in parts that fit a terminal, and writes `table.md` and the plots into `out`."""
     rows = summarise(methods, records, stages)
-    verdicts = same_tokens(methods, records) + near_ties + paired_u(methods, records)
+    verdicts = on_tokens + paired_u(methods, records)
     notes: list[str] = [*(NOTES if any(row.oracle for row in rows) else NOTES[:1])]
     columns = list(COLUMNS)
     if any(math.isfinite(row.figures["draft_u"].middle) for row in rows):

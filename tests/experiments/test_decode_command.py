@@ -121,6 +121,7 @@ def complaint_of(settings: decode.Settings, capsys: pytest.CaptureFixture[str]) 
         ({"batch_size": 0}, "batch size must be at least 1"),
         ({"batch_size": 2, "stream": True}, "--stream"),
         ({"layers": 2}, "--layers goes with --random-weights"),
+        ({"acceptance": 0.5}, "--acceptance goes with --random-weights"),
         ({"prompts": None}, "--prompts"),
         ({"prompts": None, "text": " "}, "--text is empty"),
         ({"prompts": Path("absent.jsonl")}, "absent.jsonl"),

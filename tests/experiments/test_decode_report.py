@@ -115,9 +115,8 @@ def test_the_difference_in_u_is_paired(records: list[Record]) -> None:
 
 def test_everything_is_written_and_records_are_json(tmp_path: Path, records: list[Record]) -> None:
     console = Console(width=200, record=True)
-    write_report(
-        tmp_path, METHODS, records, {method: [STAGES] for method in METHODS}, ["a near-tie"], {"seed": 0}, console
-    )
+    stages, on_tokens = {method: [STAGES] for method in METHODS}, [*same_tokens(METHODS, records), "a near-tie"]
+    write_report(tmp_path, METHODS, records, stages, on_tokens, {"seed": 0}, console)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["experts.png", "speed.png", "table.md"]
     assert (tmp_path / "speed.png").read_bytes().startswith(b"\x89PNG")
     lines = (tmp_path / "table.md").read_text().splitlines()
